@@ -47,10 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
         name = f"masksafe on {device}"
         with jax.default_device(device):
             verdicts[name] = _judge_cases(cases, chosen, name)
-    of_masksafe = [worst(of_case) for of_case in zip(*verdicts.values(), strict=True)]
-    _show.verdicts("Masked means gone", cases, {"masksafe": of_masksafe})
+    worst_verdicts = [worst(case_verdicts) for case_verdicts in zip(*verdicts.values(), strict=True)]
+    _show.verdicts("Masked means gone", cases, {"masksafe": worst_verdicts})
     _show.numbers_of_right(verdicts)
-    keeps = set(of_masksafe) == {Verdict.RIGHT}
+    keeps = set(worst_verdicts) == {Verdict.RIGHT}
     print(f"masksafe {'keeps its contract' if keeps else 'does NOT keep its contract: please report it'}.")
     if options.json:
         rows = [
@@ -108,9 +108,9 @@ def _judge_cases(cases: list[Case], chosen: list[Case], name: str) -> list[Verdi
     verdicts: dict[int, Verdict] = {}
     for op in dict.fromkeys(case.op for case in chosen):
         run = in_jax(OPS[op])
-        of_op = {id(case): judge(case, run) for case in chosen if case.op == op}
-        _show.progress(f"{name}: {op}: {', '.join(of_op.values())}")
-        verdicts |= of_op
+        op_verdicts = {id(case): judge(case, run) for case in chosen if case.op == op}
+        _show.progress(f"{name}: {op}: {', '.join(op_verdicts.values())}")
+        verdicts |= op_verdicts
     return [verdicts.get(id(case), Verdict.ABSENT) for case in cases]
 
 

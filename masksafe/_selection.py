@@ -114,17 +114,17 @@ def apply_where(
     cond = as_mask(op, "cond", cond)
     operands = [as_operand(op, "args", a) for a in (args if isinstance(args, tuple) else (args,))]
     shape = broadcast_shapes(op, cond=cond.shape, **{f"args[{i}]": np.shape(a) for i, a in enumerate(operands)})
-    of_f1, of_f2 = _inputs(f2 is not None, cond, operands)
+    args_of_f1, args_of_f2 = _inputs(f2 is not None, cond, operands)
     if f2 is not None:
-        other = _as_elementwise(op, "f2", f2(*of_f2), shape)
+        other = _as_elementwise(op, "f2", f2(*args_of_f2), shape)
     else:
         other = as_operand(op, "fill_value", fill_value)
         check_broadcasts_to(op, "fill_value", np.shape(other), shape, "cond and args together")
-    return _select(cond, _as_elementwise(op, "f1", f1(*of_f1), shape), other)
+    return _select(cond, _as_elementwise(op, "f1", f1(*args_of_f1), shape), other)
 
 
 def _as_elementwise(op: str, name: str, result: Pytree, shape: tuple[int, ...]) -> Array:
-    """What a function has returned, which has to have the shape of its arguments, or to be a number."""
+    """The result of a function, which has to be a number or to have the shape of its arguments."""
     if not isinstance(result, jax.Array) and np.ndim(result) == 0:
         return jnp.broadcast_to(as_array(op, f"the result of {name}", result), shape)
     array = as_array(op, f"the result of {name}", result)
@@ -151,7 +151,7 @@ def _inputs(both: bool, cond: Array, operands: list[Array]) -> tuple[list[Array]
 
 
 def _fill_where_false(cond: Array, arrays: list[Array]) -> list[Array]:
-    """`arrays` with the element at the first True of `cond` wherever `cond` is False; 1 if it is True nowhere."""
+    """`arrays` with a stand-in where `cond` is False: the element at the first True, or 1 if there is none."""
     first, is_first = first_of(cond)
 
     def fill(array: Array) -> Array:

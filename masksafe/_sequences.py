@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, platforms, sharding
+from masksafe._core import arguments, label_checks, masks, per_device, platforms, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
 
@@ -28,9 +28,9 @@ def next_tokens(
 
     Args:
       tokens: integers `[..., T]`.
-      segment_ids: integers that broadcast to the shape of `tokens`: the document of each token, in packed rows. A
-        token of another document is no label, not even of padding that has a number of its own. With more than one
-        step a number must not come back in its row: two documents with the same one count as one.
+      segment_ids: integers that broadcast to the shape of `tokens`: in packed rows, the document of each token. A label
+        is never from another document; padding with an id of its own is a document, too. With more than one step an
+        id must not return later in its row: two documents with the same id count as one.
       steps: how far ahead a label is, at least 1; more than 1 for the heads of multi-token prediction.
       where: booleans that broadcast to the shape of `tokens`; False is padding, which neither has a label nor is one.
       axis_name: the mesh axis over which time is split inside `jax.shard_map`, in its order. Each device gets the first
@@ -84,19 +84,19 @@ def _next_tokens(
             mask &= ids == ids_there
         if where is not None:
             mask &= where & where_there
-        mask = platforms.unfused_on_cpu(mask)  # else XLA stores what the mask is made of, for the labels
+        mask = platforms.unfused_on_cpu(mask)  # otherwise XLA stores the parts of the mask, for the labels
         return masks.selected(labels, mask), mask
 
-    of_rows = [str(axis) for axis in range(tokens.ndim - 1)]
+    row_axes = [str(axis) for axis in range(tokens.ndim - 1)]
     args = tuple(None if x is None else jnp.broadcast_to(x, tokens.shape) for x in (tokens, ids, where))
-    names = PartitionSpec(*of_rows, "time")
+    names = PartitionSpec(*row_axes, "time")
     names_of_args = tuple(None if x is None else names for x in args)
-    return own_shard_map.along_devices(on_each, devices, args, names_of_args, (names, names), ("time",))
+    return per_device.along_devices(on_each, devices, args, names_of_args, (names, names), ("time",))
 
 
 def _moved(steps: int, devices: sharding.Devices, arrays: Pytree) -> Pytree:
-    """What lies `steps` further on along time; 0 after its end."""
-    if not devices.are_many:  # of any size, also a symbolic one below `steps`
+    """The elements `steps` further on along time; 0 after the end."""
+    if not devices.are_many:  # time may have any size, also a symbolic one, or one below `steps`
         return jax.tree.map(lambda x: jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, steps)])[..., steps:], arrays)
     present, tree = jax.tree.flatten(arrays)  # as integers in one array, for one exchange
     dtype = jnp.int64 if any(x.dtype.itemsize == 8 for x in present) else jnp.int32

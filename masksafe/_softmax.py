@@ -186,24 +186,25 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
 def _check_arguments(
     op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> tuple[Array, Axes, Array | None]:
-    x = as_promoted_float_array(op, "x", x, of_any_width=True)
+    x = as_promoted_float_array(op, "x", x, any_width=True)
     return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)
 
 
 def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
     array = as_array(op, argument, value)
-    return array if jnp.iscomplexobj(array) else as_promoted_float_array(op, argument, array, of_any_width=True)
+    return array if jnp.iscomplexobj(array) else as_promoted_float_array(op, argument, array, any_width=True)
 
 
-# The cores. Reductions keep their axes. What is masked is -inf before anything is computed, so that no derivative gets
-# through. The reverse rules select after their products as well, since a cotangent may be infinite and 0 * inf is NaN.
+# The cores. Reductions keep their axes. Masked elements are -inf before anything is computed, so that no derivative
+# reaches them. The reverse rules select after their products as well, since a cotangent may be infinite and 0 * inf is
+# NaN.
 
 
 @jitted(0)
 def _reduce_exps(
     config: tuple[Axes, bool, bool], a: Array, b: Array | None, where: Array | None
 ) -> Array | tuple[Array, Array]:
-    """The logsumexp, with its sign if asked for, over `axes`, which are kept if asked for."""
+    """The logsumexp over `axes`, which stay with `keepdims`, and with `return_sign` its sign."""
     axes, keepdims, return_sign = config
     if b is None and not jnp.iscomplexobj(a):
         result = wide_logsumexp(axes, a, where).astype(a.dtype)
@@ -221,24 +222,26 @@ def _signed_logsumexp(
     """The logarithm and sign of a sum that may be negative or complex; differentiated by JAX's own rules."""
     a = a if b is None else jnp.broadcast_to(a, jnp.broadcast_shapes(a.shape, b.shape))
     dtype = a.dtype if b is None else jnp.result_type(a, b)
-    live = jnp.ones_like(a, bool) if where is None else jnp.broadcast_to(where, a.shape)
-    factor = jnp.ones_like(live, dtype) if b is None else jnp.broadcast_to(b, a.shape).astype(dtype)
-    live &= factor != 0
-    wide, factor = widened(selected(a.astype(dtype), live)), widened(factor)
+    unmasked = jnp.ones_like(a, bool) if where is None else jnp.broadcast_to(where, a.shape)
+    factor = jnp.ones_like(unmasked, dtype) if b is None else jnp.broadcast_to(b, a.shape).astype(dtype)
+    unmasked &= factor != 0
+    wide, factor = widened(selected(a.astype(dtype), unmasked)), widened(factor)
 
-    largest = jnp.max(selected(lax.stop_gradient(wide.real), live, -jnp.inf), axes, keepdims=True, initial=-jnp.inf)
+    largest = jnp.max(selected(lax.stop_gradient(wide.real), unmasked, -jnp.inf), axes, keepdims=True, initial=-jnp.inf)
     shift = jnp.where(jnp.isfinite(largest), largest, 0)
-    terms = selected(selected(factor, live) * jnp.exp(selected(wide - shift.astype(wide.dtype), live)), live)
+    terms = selected(
+        selected(factor, unmasked) * jnp.exp(selected(wide - shift.astype(wide.dtype), unmasked)), unmasked
+    )
     total = jnp.sum(terms, axes, keepdims=True)
     sign = jnp.sign(total).astype(dtype)
-    # Of terms that cancel each other the derivative is infinite; of none, or of exponentials of -inf, it is 0.
-    is_nothing = (total == 0) & (largest == -jnp.inf)
-    total = jnp.where(is_nothing, 1, total)
+    # Where terms cancel, the derivative is infinite. Without terms, or if all exponents are -inf, it is 0.
+    is_empty = (total == 0) & (largest == -jnp.inf)
+    total = jnp.where(is_empty, 1, total)
     is_complex = jnp.iscomplexobj(total)
     log = jnp.log(total) if is_complex and not return_sign else jnp.log(jnp.abs(total))
     if not is_complex and not return_sign:
         log = jnp.where(total < 0, jnp.nan, log)
-    result = jnp.where(is_nothing, -jnp.inf, log + shift.astype(log.dtype))
+    result = jnp.where(is_empty, -jnp.inf, log + shift.astype(log.dtype))
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
@@ -256,25 +259,25 @@ def _logsumexp_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_result: Arra
     return selected(d_x, where).astype(x.dtype), None
 
 
-# Over axes that are kept, in the wide dtype.
+# The logsumexp in the wide dtype; the axes stay, with size 1.
 wide_logsumexp = rule(_logsumexp_forward, _logsumexp_reverse)
 
 
-def _plain(forward: Callable[..., tuple[Array, Pytree]], nothing: float) -> Callable[..., Array]:
-    """The output in a form that is finite within: rows with nothing left are computed as rows of zeros."""
+def _plain(forward: Callable[..., tuple[Array, Pytree]], masked: float) -> Callable[..., Array]:
+    """The output, by finite numbers alone: an empty row is computed as a row of zeros."""
 
     def output(axes: Axes, x: Array, where: Array | None) -> Array:
         if where is None:
             return forward(axes, x, None)[0]
-        live = where | ~any_of(where, axes, keepdims=True)
-        return selected(forward(axes, selected(x, where), live)[0], where, nothing)
+        unmasked = where | ~any_of(where, axes, keepdims=True)
+        return selected(forward(axes, selected(x, where), unmasked)[0], where, masked)
 
     return output
 
 
 def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
-    unmasked = selected(x, where, -jnp.inf)
-    exps = jnp.exp(widened(unmasked) - largest_or_lowest(unmasked, axes))
+    x_unmasked = selected(x, where, -jnp.inf)
+    exps = jnp.exp(widened(x_unmasked) - largest_or_lowest(x_unmasked, axes))
     probs = selected(exps / jnp.sum(exps, axes, keepdims=True), where).astype(x.dtype)
     return probs, (probs, where)
 
@@ -290,22 +293,22 @@ _softmax = rule(_softmax_forward, _softmax_reverse, plain=_plain(_softmax_forwar
 
 
 def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Pytree, ...]]:
-    unmasked = selected(x, where, -jnp.inf)
-    largest = largest_or_lowest(unmasked, axes)
-    z = widened(unmasked) - largest
+    x_unmasked = selected(x, where, -jnp.inf)
+    largest = largest_or_lowest(x_unmasked, axes)
+    z = widened(x_unmasked) - largest
     log_total = jnp.log(jnp.sum(jnp.exp(z), axes, keepdims=True))
     log_probs = selected(z - log_total, where, -jnp.inf).astype(x.dtype)
     if log_probs.dtype == z.dtype:
         return log_probs, (log_probs, where, ())
-    return log_probs, (x, where, (largest, log_total))  # the exponentials of rounded logarithms would lose digits
+    return log_probs, (x, where, (largest, log_total))  # exponentials of rounded logarithms would lose digits
 
 
 def _log_softmax_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_log_probs: Array) -> tuple[Array, None]:
-    kept, where, shifts = residuals
-    log_probs = functools.reduce(jnp.subtract, shifts, widened(selected(kept, where, -jnp.inf)))
+    saved, where, shifts = residuals
+    log_probs = functools.reduce(jnp.subtract, shifts, widened(selected(saved, where, -jnp.inf)))
     d = selected(widened(d_log_probs), where)
     d_x = d - jnp.exp(log_probs) * sum_of(d, axes, keepdims=True)
-    return computed_once(selected(d_x, where).astype(kept.dtype)), None
+    return computed_once(selected(d_x, where).astype(saved.dtype)), None
 
 
 _log_softmax = rule(_log_softmax_forward, _log_softmax_reverse, plain=_plain(_log_softmax_forward, -math.inf))

@@ -80,12 +80,12 @@ class AttentionMask:
 
 
 def _content_of_leaf(x: Any) -> Hashable:
-    """What makes a leaf equal to another one: of an array its numbers, unless it is traced."""
+    """What decides whether two leaves are equal: for an array its numbers, unless it is traced."""
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         return x.dtype.name, x.shape, np.asarray(x).tobytes()
     try:
         hash(x)
-    except TypeError:  # as of a tracer, and of an object that holds an array
+    except TypeError:  # a tracer, or an object that holds an array
         return id(x)
     return x
 
@@ -105,7 +105,7 @@ def _pytree(cls: type[_T]) -> type[_T]:
         return tuple(getattr(x, name) for name in arrays), tuple(getattr(x, name) for name in static)
 
     def unflatten(statics: tuple[Any, ...], children: tuple[Any, ...]) -> _T:
-        x = object.__new__(cls)  # JAX may put anything in the place of an array or function
+        x = object.__new__(cls)  # without __init__, since JAX may put anything in the place of an array
         for name, value in zip([*arrays, *static], [*children, *statics], strict=True):
             object.__setattr__(x, name, value)
         return x
@@ -117,8 +117,8 @@ def _pytree(cls: type[_T]) -> type[_T]:
 _pytree(AttentionMask)
 
 
-# The functions are objects, since functions within functions can be neither compared nor pickled. What is static is a
-# number of the compiled program; arrays are its arguments.
+# The functions are objects, since functions within functions can be neither compared nor pickled. Static fields are
+# constants of the compiled program, and arrays its arguments.
 
 
 def _static() -> Any:
@@ -196,7 +196,7 @@ def window(left: int, right: int = 0) -> AttentionMask:
 
 
 def as_window(op: str, argument: str, window: Sequence[Any]) -> tuple[int, int]:
-    """How far a query sees to the left and to the right, of which one may be negative."""
+    """How far a query sees to the left and to the right; one of the two may be negative."""
     for n in window:
         check_is_known(op, argument, n, "an int or a tuple of two ints")
     if len(window) != 2 or any(not isinstance(n, numbers.Integral) or isinstance(n, bool) for n in window):
@@ -226,7 +226,9 @@ def chunked(size: ArrayLike) -> AttentionMask:
     positions = as_integer_array(op, "size", size)
     if positions.ndim:
         raise ValueError(message(op, "size", f"shape {positions.shape}", "one integer for all samples"))
-    if not isinstance(size, jax.Array) and np.min(size) < 1:  # of an array of JAX that would wait for its computation
+    if (
+        not isinstance(size, jax.Array) and np.min(size) < 1
+    ):  # a JAX array is not checked: that would wait for its computation
         raise ValueError(message(op, "size", f"value {size}", "a positive integer"))
     return AttentionMask(_Chunked(positions))
 
@@ -261,8 +263,11 @@ def prefix(length: ArrayLike) -> AttentionMask:
 
 def check_samples(op: str, argument: str, mask: AttentionMask, samples: int) -> None:
     """Refuses a mask that holds lengths of another number of samples."""
-    for part in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Prefix)):
-        if isinstance(part, Prefix) and part.length.shape not in ((), (samples,)):
-            found, expected = f"a prefix mask of lengths {part.length.shape}", f"one length, or {(samples,)} of them"
-            hint = "Inside of jax.vmap and jax.shard_map these are the samples of one element or device."
+    for leaf in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Prefix)):
+        if isinstance(leaf, Prefix) and leaf.length.shape not in ((), (samples,)):
+            found, expected = (
+                f"a prefix mask of {leaf.length.size} lengths",
+                f"one length, or {samples}, one for each sample",
+            )
+            hint = "Inside jax.vmap and jax.shard_map, samples are those of one element or one device."
             raise ValueError(message(op, argument, found, expected, hint))

@@ -39,21 +39,21 @@ def if_given(read: Callable[..., Tree], op: str, argument: str, value: object, *
     return None if value is None else read(op, argument, value, *others)
 
 
-def as_float_array(op: str, argument: str, value: object, *, of_any_width: bool = False) -> Array:
-    """`value` as an array of floats, of at least 16 bits unless `of_any_width`."""
+def as_float_array(op: str, argument: str, value: object, *, any_width: bool = False) -> Array:
+    """`value` as an array of floats, of at least 16 bits unless `any_width`."""
     array = as_array(op, argument, value)
-    if not _is_of(jnp.floating, array.dtype) or (not of_any_width and _is_narrow_float(array)):
+    if not _is_of(jnp.floating, array.dtype) or (not any_width and _is_narrow_float(array)):
         expected = "a float dtype of at least 16 bits" if _is_narrow_float(array) else "a float dtype"
         raise TypeError(message(op, argument, f"dtype {array.dtype}", expected))
     return array
 
 
-def as_promoted_float_array(op: str, argument: str, value: object, *, of_any_width: bool = False) -> Array:
+def as_promoted_float_array(op: str, argument: str, value: object, *, any_width: bool = False) -> Array:
     """`value` as an array of floats; integers and booleans are promoted as in `jax.nn`."""
     array = as_array(op, argument, value)
     if _is_of(jnp.integer, array.dtype) or array.dtype == jnp.bool_:
         array = array.astype(jnp.float64 if array.dtype.itemsize == 8 else jnp.float32)
-    return as_float_array(op, argument, array, of_any_width=of_any_width)
+    return as_float_array(op, argument, array, any_width=any_width)
 
 
 def as_real_array(op: str, argument: str, value: object) -> Array:
@@ -66,12 +66,12 @@ def as_real_array(op: str, argument: str, value: object) -> Array:
 
 
 def as_operand(op: str, argument: str, value: object) -> Any:
-    """As `as_array`, but a Python number stays one: a jitted function takes it faster than JAX converts it."""
+    """Like `as_array`, but a Python number stays one, since a jitted function takes it faster than JAX converts it."""
     return value if _is_number(value) else as_array(op, argument, value)
 
 
 def as_real_operand(op: str, argument: str, value: object) -> Any:
-    """As `as_real_array`, but a Python number stays one."""
+    """Like `as_real_array`, but a Python number stays a number."""
     return value if _is_number(value) else as_real_array(op, argument, value)
 
 
@@ -86,7 +86,7 @@ def _is_narrow_float(array: Array) -> bool:
 
 @functools.cache
 def _is_of(kind: type, dtype: DType) -> bool:
-    """Whether a dtype is of a kind, looked up once: eagerly the question takes longer than a short op."""
+    """Whether `dtype` is of `kind`; cached, since in eager code the question takes longer than a short op."""
     return bool(jnp.issubdtype(dtype, kind))
 
 
@@ -124,7 +124,7 @@ def as_index_array(op: str, argument: str, value: object, hint: str = "") -> Arr
 def as_number(
     op: str, argument: str, value: Any, is_allowed: Callable[[float], bool] | None = None, expected: str = ""
 ) -> float:
-    """`value` as a number known at trace time, one that is allowed, if not all are."""
+    """`value` as a number known at trace time; `is_allowed`, if given, says which numbers are allowed."""
     check_is_known(op, argument, value, "a number")
     if isinstance(value, str):
         raise TypeError(message(op, argument, "type str", "a number"))
@@ -145,7 +145,7 @@ def as_one_element(op: str, argument: str, array: Array) -> Array:
 
 
 def as_epsilon(op: str, epsilon: object) -> float:
-    """A number that is known at trace time, 0 or more."""
+    """`epsilon` as a non-negative number known at trace time."""
     return as_number(op, "epsilon", epsilon, lambda number: number >= 0, "0 or more")
 
 
@@ -170,7 +170,7 @@ def as_bool(op: str, argument: str, value: Any) -> bool:
 
 
 def as_choice(op: str, argument: str, value: str, choices: Sequence[str]) -> str:
-    """`value`, which has to be one of some words."""
+    """`value`, which has to be one of `choices`."""
     if value not in choices:
         raise ValueError(message(op, argument, f"value {value!r}", f"one of {', '.join(map(repr, choices))}"))
     return value
@@ -184,7 +184,7 @@ def check_both_or_none(op: str, hint: str = "", /, **pair: object) -> None:
 
 
 def check_is_known(op: str, argument: str, value: object, expected: str) -> None:
-    """Refuses a traced value where a program is made for a known one."""
+    """Refuses a traced value where the program depends on a known one."""
     if isinstance(value, jax.core.Tracer):
         hint = "Name its parameter in static_argnames of jax.jit, or let the function close over it."
         raise TypeError(message(op, argument, "a traced array", f"{expected} that is known while tracing", hint))
@@ -193,8 +193,7 @@ def check_is_known(op: str, argument: str, value: object, expected: str) -> None
 def is_staged(*arrays: Array) -> bool:
     """Whether a call with these arrays is being traced for a compiled program, not run at once.
 
-    In eager code, also in that which `jax.grad` or `jax.vmap` transforms, a static number makes a new program for each
-    of its values.
+    In eager code, even under `jax.grad` or `jax.vmap`, each value of a static number makes a new program.
     """
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
         return False
@@ -204,7 +203,7 @@ def is_staged(*arrays: Array) -> bool:
 def as_static_or_array(value: float, *arrays: Array) -> tuple[float | None, Any]:
     """A number as a constant of the program that is being traced, or in eager code as an array.
 
-    The program of an eager call is then found again for another number.
+    So eager calls with different numbers share one compiled program.
     """
     return (value, None) if is_staged(*arrays) else (None, np.float64(value))
 
@@ -261,7 +260,7 @@ def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: s
     """`mask` reshaped to the rank of `target`, the shape of `of`; it must broadcast to it but is not expanded."""
     check_broadcasts_to(op, argument, mask.shape, target, of)
     missing = len(target) - mask.ndim
-    return mask.reshape((1,) * missing + mask.shape) if missing else mask  # an eager call of it costs a program
+    return mask.reshape((1,) * missing + mask.shape) if missing else mask  # eagerly a reshape is a program
 
 
 def broadcast_shapes(op: str, hint: str = "", /, **shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -28,13 +28,13 @@ def frame_of_user() -> types.FrameType:
 
 
 def place_of_call() -> str:
-    """The line of that frame."""
+    """The line of user code that made the call, as text."""
     frame = frame_of_user()
     return f"at {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
 
 
 def innermost_of(*functions: _Function) -> _Function | None:
-    """The one of some functions of JAX whose file is innermost in the call stack; None if none is there."""
+    """Which of these functions of JAX is innermost in the call stack, by its file; None if none is there."""
     files = {inspect.unwrap(fn).__code__.co_filename: fn for fn in functions}
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename not in files:

@@ -1,7 +1,7 @@
-"""A warning of two versions of XLA's CPU compiler, which compute wrong sums or crash, where a program meets one.
+"""A warning about two versions of XLA's CPU compiler that compute wrong sums or crash.
 
-They may be installed, since they are good for GPUs and TPUs. So it is known only where a program is lowered, or an op
-is called without `jax.jit`, whether the compiler at fault gets it.
+They are good for GPUs and TPUs, so they may be installed. Whether the faulty compiler gets a program is known only when
+the program is lowered, or when an op runs without `jax.jit`: the warning comes there.
 """
 
 import os
@@ -19,20 +19,20 @@ _CRASHES = "may crash on arrays of rank 7 and 8"
 _FAULTS = {"0.10.2": f"silently computes wrong sums, and {_CRASHES}", "0.11.0": _CRASHES}
 _FLAG = "--xla_cpu_experimental_ynn_fusion_type="  # empty: XLA uses nothing of the library that is at fault
 
-fault = _FAULTS.get(jaxlib.version.__version__)  # None as soon as it has been told
+fault = _FAULTS.get(jaxlib.version.__version__)  # None once the warning was given
 
 
 def told_on_cpu(results: Tree) -> Tree:
-    """`results`; a program for a CPU that holds this call warns of the fault when it is lowered."""
+    """`results`; lowering a program that contains this call warns of the fault, if it is for a CPU."""
     return jax.tree.map(lambda x: _told.bind(x) if isinstance(x, jax.Array) else x, results)
 
 
 def _tell() -> None:
     global fault
     now, fault = fault, None
-    # Of several flags the last one counts.
-    of_library = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith(_FLAG)]
-    if now is not None and of_library[-1:] != [_FLAG]:
+    # The last of several flags counts.
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith(_FLAG)]
+    if now is not None and flags[-1:] != [_FLAG]:
         text = (
             f"On CPUs jaxlib {jaxlib.version.__version__} {now}, also without masksafe. Install another version of jax "
             f"and jaxlib, or set XLA_FLAGS={_FLAG} before JAX starts."

@@ -34,9 +34,9 @@ def rule(
 ) -> Callable[_Args, _Result]:
     """An op with a hand-written reverse rule, both of whose passes JAX may differentiate once more.
 
-    `forward` returns the output, and residuals; `reverse` takes the static arguments, the residuals and the cotangent
-    of the output. `value` replaces `forward` where nothing is differentiated, and `plain` where JAX's own rules are to
-    be used; by default it is `value`, and that the output of `forward`.
+    `forward` returns the output and the residuals; `reverse` takes the static arguments, the residuals and the
+    cotangent of the output. `value` replaces `forward` where nothing is differentiated; by default it is the output of
+    `forward`. `plain` replaces it where JAX's own rules are to be used; by default it is `value`.
     """
     run: Callable[..., tuple[_Result, Pytree]] = forward
     value_of = value or (lambda *args: run(*args)[0])
@@ -57,7 +57,7 @@ def rule(
     def op(*args: Pytree) -> _Result:
         if uses_plain_rules():
             return (plain or value_of)(*args)
-        # Where JAX refuses forward mode later than in this call, all that it shows of masksafe is the next line.
+        # If JAX refuses forward mode after this call, its traceback shows only the next line of masksafe.
         return with_rule(*vary_alike(args))  # forward mode needs `with masksafe.forward_mode():`
 
     return op  # type: ignore[return-value]
@@ -73,14 +73,14 @@ def rule_of_kernels(
 ) -> Callable[_Args, _Result]:
     """An op with a hand-written reverse rule, whose passes JAX need not be able to differentiate.
 
-    Their derivatives, and all of forward mode, are those of `plain`, by default the output of `forward`; `value` takes
-    the place of `forward` where nothing is differentiated.
+    The derivatives of the passes, and all of forward mode, are those of `plain`, by default the output of `forward`.
+    `value` replaces `forward` where nothing is differentiated.
 
-    All take a static argument first. `in_reverse` and `reverse` take the other arguments as a tuple, the residuals and
-    the cotangent of the output. The former returns the arguments for the reverse pass, in which what the user has
-    replaced after the op may be masked as well. `in_plain_reverse` takes and returns these and the cotangent, for the
-    derivatives of the reverse pass alone. If it is given, the plain form has no NaN of its own: the NaNs of its
-    derivatives are where those of the results and of the cotangents are.
+    All functions take a static argument first. `in_reverse` and `reverse` take the other arguments as a tuple, the
+    residuals and the cotangent of the output. `in_reverse` returns the arguments for the reverse pass, and may mask in
+    them what the user has replaced after the op. `in_plain_reverse` returns these arguments and the cotangent, for the
+    derivatives of the reverse pass alone. If it is given, the plain form has no NaN of its own: its derivatives are NaN
+    where the results or the cotangents are.
     """
     run: Callable[..., tuple[_Result, Pytree]] = forward
     op: Callable[..., _Result] = plain or (lambda *args: run(*args)[0])
@@ -96,13 +96,13 @@ def rule_of_kernels(
             args, d_output = in_plain_reverse(config, args, residuals, d_output)
         tree: Pytree = jax.tree.structure(args)
         leaves = jax.tree.leaves(args)
-        wanted = [i for i, d in enumerate(tree.flatten_up_to(results)) if d is not None]
+        needed = [i for i, d in enumerate(tree.flatten_up_to(results)) if d is not None]
 
-        def of_wanted(*values: Array) -> _Result:
-            new = dict(zip(wanted, values, strict=True))
+        def op_of_needed(*values: Array) -> _Result:
+            new = dict(zip(needed, values, strict=True))
             return op(config, *jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)]))
 
-        found = jax.vjp(of_wanted, *(leaves[i] for i in wanted))[1](d_output)
+        found = jax.vjp(op_of_needed, *(leaves[i] for i in needed))[1](d_output)
         return jax.tree.unflatten(jax.tree.structure(results), found)
 
     evaluate, pull_back = with_derivatives_of(plain_forward)(run), with_derivatives_of(plain_reverse)(reverse)
@@ -112,8 +112,8 @@ def rule_of_kernels(
         output, residuals = evaluate(config, *args)
         return marked(output), (args, residuals)
 
-    def reverse_with_args(config: Pytree, kept: Pytree, d_output: Pytree) -> _Cotangents:
-        args, residuals = kept
+    def reverse_with_args(config: Pytree, saved: Pytree, d_output: Pytree) -> _Cotangents:
+        args, residuals = saved
         return marked(pull_back(config, in_reverse(config, args, residuals, d_output), residuals, d_output))
 
     only_value = value or (lambda *args: evaluate(*args)[0])
@@ -133,7 +133,7 @@ def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
         op = jax.custom_jvp(kernel, nondiff_argnums=(0,))
 
         @functools.partial(op.defjvp, symbolic_zeros=True)
-        def rule(config: Pytree, primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) -> Pytree:
+        def jvp(config: Pytree, primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) -> Pytree:
             leaves, tree = jax.tree.flatten(primals)
             leaf_tangents = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
             active = [i for i, t in enumerate(leaf_tangents) if not isinstance(t, SymbolicZero)]
@@ -151,11 +151,11 @@ def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
 
 
 def nan_in_derivatives(results: Tree) -> Tree:
-    """The results, whose NaNs are in their derivatives as well: a tangent or a cotangent is NaN there, if it is not 0.
+    """The results; where one is NaN, its tangent or cotangent is NaN as well, unless that is 0.
 
-    For results of kernels whose plain form has no NaN. So one that is replaced after the op has no part in a gradient.
+    For kernels whose plain form has no NaN. A NaN that the user replaces after the op has no part in a gradient.
     """
-    return jax.tree.map(_nan_in_derivatives, results)  # each by itself, so that none is computed for another one
+    return jax.tree.map(_nan_in_derivatives, results)  # one by one: else all would be computed if one is needed
 
 
 @jax.custom_jvp
@@ -172,7 +172,7 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
 def computed_once(cotangent: Array) -> Array:
     """The cotangent, which a program for a CPU writes to memory before anything uses it.
 
-    Behind a product of matrices with several axes of rows, one of the two products of the reverse pass needs it
-    transposed. XLA would compute it twice, once in either order, with all of the exponentials that it is made of.
+    After a matrix product with several axes of rows, one of the two products of the reverse pass reads the cotangent
+    transposed. XLA would compute it twice, once in each order, with all of its exponentials.
     """
     return platforms.unfused_on_cpu(cotangent) if are_whole(cotangent) else cotangent

@@ -1,4 +1,4 @@
-"""Sums of exponentials, which neither overflow nor vanish: those of the differences from the largest exponent."""
+"""Sums of exponentials, shifted by the largest exponent, so that they neither overflow nor vanish."""
 
 from typing import NamedTuple
 
@@ -10,29 +10,29 @@ from masksafe._core.typing import Array, Axis
 
 
 def shift_of(largest: Array) -> Array:
-    """The row maximum, kept finite for empty rows, to shift exponents by: -inf - -inf would be NaN."""
+    """The shift of a row's exponents: its maximum, but finite for an empty row, since -inf - -inf is NaN."""
     return jnp.maximum(largest, jnp.finfo(largest.dtype).min)
 
 
 def largest_or_lowest(x: Array, axis: Axis = -1) -> Array:
-    """The largest of each row, wide, and no less than the lowest finite number."""
+    """The largest element of each row, wide; at least the lowest finite number."""
     return shift_of(widened(jnp.max(lax.stop_gradient(x), axis, keepdims=True, initial=-jnp.inf)))
 
 
 def finite_largest(x: Array, axis: Axis = -1) -> Array:
-    """The largest of each row, wide and finite, so that differences from it exist; or NaN."""
+    """The largest element of each row, wide and finite, so that differences from it are defined; or NaN."""
     largest = largest_or_lowest(x, axis)
     return jnp.minimum(largest, float(jnp.finfo(largest.dtype).max))
 
 
 class Exponentials(NamedTuple):
-    """The sum of exp(x / temperature) over each row in two parts, whose axes stay with size 1.
+    """The sum of exp(x / temperature) over each row: exp(largest / temperature) times the total. Axes keep size 1.
 
-    Divided after the subtraction, which is exact: a low temperature would enlarge the error of a quotient.
+    The division follows the subtraction, which is exact: a low temperature would enlarge the error of a quotient.
     """
 
     largest: Array  # x, finite; or NaN
-    total: Array  # of the exponentials of differences from it
+    total: Array  # the sum of exp((x - largest) / temperature)
 
     @classmethod
     def of(cls, x: Array, axis: Axis = -1, temperature: float = 1.0) -> "Exponentials":
@@ -48,10 +48,10 @@ class Exponentials(NamedTuple):
     @property
     def logarithm(self) -> Array:
         """The logarithm of the sum at temperature 1; -inf for an empty row, with a derivative of 0."""
-        is_nothing = self.total == 0
-        return jnp.where(is_nothing, -jnp.inf, self.largest + jnp.log(jnp.where(is_nothing, 1, self.total)))
+        is_empty = self.total == 0
+        return jnp.where(is_empty, -jnp.inf, self.largest + jnp.log(jnp.where(is_empty, 1, self.total)))
 
 
 def over(x: Array, temperature: float) -> Array:
-    """The quotient; a temperature may be so small that a CPU takes it for 0."""
+    """`x / temperature` as a product: a CPU may treat a small temperature as 0."""
     return x if temperature == 1 else x * (1 / temperature)

@@ -1,7 +1,8 @@
 """Validation of labels, switched on and off by `masksafe.label_checks`.
 
 A loss calls one of these checks on its checked and broadcast arguments, outside its custom rule: inside the rule,
-`checkify` would lose the check in a gradient. A check yields what it finds, and one report tells it in each mode.
+`checkify` would lose the check in a gradient. A check yields its findings, and `_report` tells the user about them, in
+each mode.
 """
 
 import contextlib
@@ -29,9 +30,9 @@ _P = ParamSpec("_P")
 class Finding(NamedTuple):
     """Which labels are bad."""
 
-    what: str  # is wrong with them, such as "labels are outside [0, 5)"
+    what: str  # what is wrong, such as "labels are outside [0, 5)"
     bad: Array
-    checked: Array  # which were looked at
+    checked: Array  # which labels were checked
     values: Array  # to show in an error
     axes: Axes = ()  # of the classes, along which the arrays lie
 
@@ -68,12 +69,12 @@ def check_integer_labels(
     classes_here = math.prod(shape[a] for a in axes)
     num_classes = classes_here * devices.size
     in_range = is_class(labels, num_classes)
-    live = jnp.ones(labels.shape, bool) if where is None else jnp.broadcast_to(any_class(where), labels.shape)
-    yield Finding(f"labels are outside [0, {num_classes})", live & ~in_range, live, labels)
+    unmasked = jnp.ones(labels.shape, bool) if where is None else jnp.broadcast_to(any_class(where), labels.shape)
+    yield Finding(f"labels are outside [0, {num_classes})", unmasked & ~in_range, unmasked, labels)
     if where is not None and any(where.shape[a] > 1 for a in axes):
         local = devices.local(labels, classes_here)
         at_unmasked = any_class(where & (jnp.expand_dims(local, axes) == class_index(shape, axes)))
-        yield Finding("labels are at a masked class", live & in_range & ~at_unmasked, live, labels)
+        yield Finding("labels are at a masked class", unmasked & in_range & ~at_unmasked, unmasked, labels)
 
 
 @_check
@@ -89,11 +90,11 @@ def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes)
     unmasked, valid = _unmasked(where, labels.shape), (labels >= 0) & (labels < jnp.inf)
     yield Finding("labels are negative or not finite", unmasked & ~valid, unmasked, labels, axes)
     sums = jnp.sum(masks.selected(labels, unmasked & valid), axes, dtype=precision.wide_dtype(labels.dtype))
-    is_sound = jnp.all(valid | ~unmasked, axes)
+    is_valid_row = jnp.all(valid | ~unmasked, axes)
     # Each class may have been rounded to a multiple of the smallest float.
-    of_classes = float(jnp.finfo(labels.dtype).smallest_subnormal) * math.prod(labels.shape[a] for a in axes)
-    tolerance = _TOLERANCE.get(labels.dtype.name, 0.1) + of_classes
-    has_wrong_sum = is_sound & (sums != 0) & (abs(sums - 1) > tolerance)
+    rounding = float(jnp.finfo(labels.dtype).smallest_subnormal) * math.prod(labels.shape[a] for a in axes)
+    tolerance = _TOLERANCE.get(labels.dtype.name, 0.1) + rounding
+    has_wrong_sum = is_valid_row & (sums != 0) & (abs(sums - 1) > tolerance)
     yield Finding("rows of labels sum to neither 1 nor 0", has_wrong_sum, jnp.any(unmasked, axes), sums)
 
 
@@ -115,7 +116,7 @@ def check_elements(
       shape: that shape.
       where: booleans that broadcast to it, at its rank; or None.
       is_valid: a function that says which labels are valid.
-      otherwise: a description of invalid labels, such as "outside [0, 1]".
+      otherwise: what invalid labels are, such as "outside [0, 1]".
       argument: the name of the labels.
     """
     labels = jnp.broadcast_to(labels, shape)
@@ -159,13 +160,13 @@ class Range(NamedTuple):
 def check_numbers(
     op: str, argument: str, value: object, allowed: Range, shape: tuple[int, ...], where: Array | None
 ) -> Array | None:
-    """Refuses a number that is not allowed. Unmasked elements of an array are reported like labels.
+    """Refuses a number that is not allowed; reports elements of an array that are not, like labels.
 
     Args:
       op: the name of the loss.
       argument: the name of the value.
       value: a number, or an array that broadcasts to the shape of the loss.
-      allowed: what it may be.
+      allowed: the allowed numbers.
       shape: the shape of the loss.
       where: booleans that broadcast to it, at its rank; or None.
 
@@ -192,7 +193,7 @@ def nan_where_bad(loss: Array, bad_rows: Array | None) -> Array:
 
 @dataclasses.dataclass(eq=False)
 class _MicroBatch:
-    """What is being traced: part `index` of a batch, which holds every `number`-th of its elements, from `index` on.
+    """The micro-batch that is being traced: every `number`-th element of the batch, from `index` on.
 
     It compares by identity, since it is part of JAX's cache key: a jitted function that was traced with another traced
     index must not be found again.
@@ -200,7 +201,7 @@ class _MicroBatch:
 
     index: Array | None
     number: int
-    size: int | None  # of a part, along the axis that is cut; None if no array is cut
+    size: int | None  # of a micro-batch, along the axis that is cut; None if no array is cut
 
 
 _microbatch = jax.make_user_context(default_value=None)
@@ -230,22 +231,22 @@ class _Text(NamedTuple):
     op: str
     what: str
     call: str
-    parts: int = 1  # the number of micro-batches
+    microbatches: int = 1  # the number of micro-batches
     size: int | None = None  # of each
-    axis: int | None = None  # of the labels along which these are cut from the batch, if known
+    axis: int | None = None  # of the labels, along which the batch is cut into micro-batches, if known
 
     def for_shape(self, shape: tuple[int, ...]) -> "_Text":
-        """The text for labels of this shape: they are cut along the axis that has the size, if one alone has it."""
+        """The text for labels of this shape: the axis of the batch is the only one of the size of a micro-batch."""
         axes = [axis for axis, size in enumerate(shape) if size == self.size]
         return self._replace(axis=axes[0] if len(axes) == 1 else None)
 
     def filled(
-        self, index: object, bad: object, checked: object, value: object, part: object, shard: object = None
+        self, index: object, bad: object, checked: object, value: object, microbatch: object, shard: object = None
     ) -> str:
-        of_part = "" if part is None else f" of micro-batch {part} of {self.parts}"
-        if part is not None and self.axis is not None:
-            of_part = f" of the batch, in micro-batch {part} of {self.parts}"
-        place = f"{index}{of_part}" + ("" if shard is None else f" of shard {shard}")
+        in_batch = "" if microbatch is None else f" of micro-batch {microbatch} of {self.microbatches}"
+        if microbatch is not None and self.axis is not None:
+            in_batch = f" of the batch, in micro-batch {microbatch} of {self.microbatches}"
+        place = f"{index}{in_batch}" + ("" if shard is None else f" of shard {shard}")
         return f"{self.op}: {bad} of {checked} {self.what}; first at {place}: {value} (called {self.call})"
 
 
@@ -255,7 +256,7 @@ class _Found(NamedTuple):
     bad: Array
     checked: Array
     values: Array
-    part: Array | None  # the number of the micro-batch that is being traced
+    microbatch: Array | None  # the number of the micro-batch that is being traced
 
 
 class _Numbers(NamedTuple):
@@ -265,7 +266,7 @@ class _Numbers(NamedTuple):
     bad: Array  # how many
     checked: Array  # how many
     value: Array  # of the first
-    part: Array | None  # the number of its micro-batch, inside `in_microbatch`
+    microbatch: Array | None  # the number of its micro-batch, inside `in_microbatch`
     shard: Array | None = None  # the number of its shard, inside a `shard_map`
 
 
@@ -294,7 +295,7 @@ def _report(op: str, findings: Iterable[Finding]) -> Array | None:
 
 def _raise_now(text: _Text, arrays: _Found) -> None:
     """Raises the error in eager code."""
-    arrays = arrays._replace(part=None)  # labels that are known while a micro-batch is traced are those of all
+    arrays = arrays._replace(microbatch=None)  # labels that are known in a trace belong to no single micro-batch
     with jax.debug_nans(False):  # the bad value may be a NaN
         if jnp.any(arrays.bad):
             raise ValueError(_fill_in(text, _numbers(text, arrays)))
@@ -302,15 +303,15 @@ def _raise_now(text: _Text, arrays: _Found) -> None:
 
 def _numbers(text: _Text, arrays: _Found) -> _Numbers:
     """The counts, and the value and the index of the first bad label."""
-    bad, checked, values, part = arrays
+    bad, checked, values, microbatch = arrays
     first, is_first = masks.first_of(bad)
     value = jnp.sum(jnp.where(is_first, values, jnp.zeros((), values.dtype)))
     strides = [max(1, math.prod(bad.shape[axis + 1 :])) for axis in range(bad.ndim)]
     index = [first // stride % max(1, size) for stride, size in zip(strides, bad.shape, strict=True)]
-    if part is not None and text.axis is not None:
-        index[text.axis] = part + text.parts * index[text.axis]
+    if microbatch is not None and text.axis is not None:
+        index[text.axis] = microbatch + text.microbatches * index[text.axis]
     place = jnp.stack(index) if index else jnp.zeros(0, jnp.int32)
-    return _Numbers(place, jnp.sum(bad), jnp.sum(checked), value, part)
+    return _Numbers(place, jnp.sum(bad), jnp.sum(checked), value, microbatch)
 
 
 def _fill_in(text: _Text, numbers: _Numbers) -> str:
@@ -324,12 +325,18 @@ def _fill_in(text: _Text, numbers: _Numbers) -> str:
 def _stage_check(text: _Text, arrays: _Found) -> None:
     """Stages a checkify check, which fills in the numbers of the text."""
     text = text.for_shape(arrays.bad.shape)
-    place, bad, checked, value, part, _ = _numbers(text, arrays)
+    place, bad, checked, value, microbatch, _ = _numbers(text, arrays)
     indices: dict[str, Any] = {f"i{axis}": place[axis] for axis in range(len(place))}
     index = ", ".join(f"{{{name}}}" for name in indices) + ("," if len(indices) == 1 else "")
     text = text._replace(what=_escape(text.what), call=_escape(text.call))
-    template = text.filled(f"({index})", "{bad}", "{checked}", "{value}", None if part is None else "{part}")
-    numbers = indices | {"bad": bad, "checked": checked, "value": value} | ({} if part is None else {"part": part})
+    template = text.filled(
+        f"({index})", "{bad}", "{checked}", "{value}", None if microbatch is None else "{microbatch}"
+    )
+    numbers = (
+        indices
+        | {"bad": bad, "checked": checked, "value": value}
+        | ({} if microbatch is None else {"microbatch": microbatch})
+    )
     checkify.check(bad == 0, template, **numbers)
 
 
@@ -375,16 +382,16 @@ def _staged_failure(text: _Text) -> Callable[..., Array]:
     """
 
     @jax.custom_batching.custom_vmap
-    def stage(bad: Array, checked: Array, values: Array, part: Array | None) -> Array:
-        return _fail_if_bad(text, _Found(bad, checked, values, part))
+    def stage(bad: Array, checked: Array, values: Array, microbatch: Array | None) -> Array:
+        return _fail_if_bad(text, _Found(bad, checked, values, microbatch))
 
     @stage.def_vmap
     def _(size: int, batched: Sequence[bool], *args: Pytree) -> tuple[Array, bool]:
-        *arrays, part = args
+        *arrays, microbatch = args
         alike = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched[:3], strict=True)]
         if isinstance(alike[0], jax.core.Tracer):
-            return stage(*alike, part), False
-        _raise_now(text, _Found._make([*alike, part]))
+            return stage(*alike, microbatch), False
+        _raise_now(text, _Found._make([*alike, microbatch]))
         return jnp.zeros((), bool), False
 
     return stage
@@ -423,7 +430,9 @@ def _raise_failure(text: _Text, numbers: _Numbers) -> None:
 
 def _gather_shards(numbers: _Numbers, axes: tuple[str, ...]) -> _Numbers:
     """The numbers of the first shard with a bad label, with its number, and with counts summed over the shards."""
-    stacked = jax.tree.map(lambda x: lax.all_gather(x, axes), numbers._replace(part=None))
+    stacked = jax.tree.map(lambda x: lax.all_gather(x, axes), numbers._replace(microbatch=None))
     first = jnp.argmax(stacked.bad > 0)
     one: _Numbers = jax.tree.map(lambda x: x[first], stacked)
-    return one._replace(shard=first, bad=jnp.sum(stacked.bad), checked=jnp.sum(stacked.checked), part=numbers.part)
+    return one._replace(
+        shard=first, bad=jnp.sum(stacked.bad), checked=jnp.sum(stacked.checked), microbatch=numbers.microbatch
+    )

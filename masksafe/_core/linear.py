@@ -1,6 +1,6 @@
-"""Elementwise functions that JAX takes for linear ones: what they do to values, they do to derivatives of every order.
+"""Elementwise functions that JAX treats as linear: they do to derivatives of every order what they do to values.
 
-A masked element has the weight 0. Its product with a negative number is -0, and with what is not finite NaN.
+A masked element has weight 0. Times a negative number this is -0; times NaN or infinity it is NaN.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,21 @@ def without_sign_of_zero(x: Array) -> Array:
     """`x` with 0 for -0; its cotangent likewise.
 
     A sum that starts from 0 is never -0; but XLA does not start from 0 where a sum has one term, nor, on a CPU, in the
-    product of a matrix and a vector. There the sign of what is masked would be that of the result.
+    product of a matrix and a vector. There a masked term would give the result its sign.
     """
     return _without_sign_of_zero(x)
 
 
 def finite_or_zero(x: Array) -> Array:
-    """`x` with 0 for what is not finite; its cotangent as it is.
+    """`x` with 0 for NaN and infinity; its cotangent is unchanged.
 
-    So a tangent that is not finite is gone as a value is, but a cotangent shows.
+    So a tangent that is not finite is removed like a value, but a cotangent stays visible.
     """
     return _finite_or_zero(x)
 
 
 def with_finite_cotangent(x: Array) -> Array:
-    """`x`; its cotangent with 0 for what is not finite."""
+    """`x`; its cotangent with 0 for NaN and infinity."""
     return _with_finite_cotangent(x)
 
 
@@ -41,9 +41,9 @@ def nan_unless_zero(x: Array) -> Array:
 
 
 def _as_linear(
-    name: str, of_value: Callable[[Array], Array], of_cotangent: Callable[[Array], Array] | None = None
+    name: str, fn: Callable[[Array], Array], transpose: Callable[[Array], Array] | None = None
 ) -> Callable[[Array], Array]:
-    """The function with itself as derivative, and as transpose, unless another one is given."""
+    """`fn` as a linear function: it is its own derivative, and its own transpose unless another is given."""
     primitive = Primitive(name)
 
     def bind(x: Array) -> Array:
@@ -51,11 +51,11 @@ def _as_linear(
         return result
 
     def transposed(cotangent: Array, _: Array) -> list[Array]:
-        return [(of_cotangent or bind)(cotangent)]
+        return [(transpose or bind)(cotangent)]
 
-    primitive.def_impl(jax.jit(of_value))
+    primitive.def_impl(jax.jit(fn))
     primitive.def_abstract_eval(lambda x: x)
-    mlir.register_lowering(primitive, mlir.lower_fun(of_value, multiple_results=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=False))
     ad.deflinear2(primitive, transposed)
     batching.primitive_batchers[primitive] = lambda args, axes: (bind(*args), axes[0])
     return bind

@@ -75,10 +75,10 @@ def promoted_with(x: Array, weights: Array | None) -> Array:
 
 
 class Weighting(NamedTuple):
-    """Which elements take part, and how much."""
+    """Which elements count, and with which weights."""
 
-    where: Array | None  # at the rank of the elements, and with weights of their shape; None: all of them
-    weights: Array | None  # of their shape, wide, 0 under the mask; None: all alike
+    where: Array | None  # at the rank of the elements, of their shape if there are weights; None: all are unmasked
+    weights: Array | None  # of the shape of the elements, wide, 0 under the mask; None: all weights are 1
 
 
 def read_weighting(op: str, x: Array, where: object, weights: object) -> Weighting:

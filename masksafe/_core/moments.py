@@ -32,18 +32,18 @@ from masksafe._core.typing import Array, Arrays, Axes, Tree
 
 
 class Groups(NamedTuple):
-    """Channels in groups: they lie on an axis, those of a group one after another."""
+    """Groups of consecutive channels, which lie on an axis."""
 
     axis: int  # counted from the end
     number: int
 
-    def sum(self, of_channels: Array) -> Array:
+    def sum(self, channel_sums: Array) -> Array:
         """The sum over each group, for each of its channels."""
-        axis = of_channels.ndim + self.axis
-        of_channels = sharding.gathered_along(of_channels, axis)  # a mesh may split a group
-        size, shape = self.size(of_channels), of_channels.shape
-        of_groups = of_channels.reshape(*shape[:axis], self.number, size, *shape[axis + 1 :])
-        return jnp.repeat(jnp.sum(of_groups, axis + 1), size, axis)
+        axis = channel_sums.ndim + self.axis
+        channel_sums = sharding.gathered_along(channel_sums, axis)  # a mesh may split a group
+        size, shape = self.size(channel_sums), channel_sums.shape
+        group_sums = channel_sums.reshape(*shape[:axis], self.number, size, *shape[axis + 1 :])
+        return jnp.repeat(jnp.sum(group_sums, axis + 1), size, axis)
 
     def size(self, x: Array) -> int:
         """The number of channels of a group."""
@@ -51,7 +51,7 @@ class Groups(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What makes a row: elements along some axes, on all of some devices, in all channels of a group."""
+    """What makes a row: the elements along some axes, on all of some devices, and in all channels of a group."""
 
     axes: Axes  # counted from the end
     devices: sharding.Devices = sharding.Devices()
@@ -67,7 +67,7 @@ class Rows(NamedTuple):
         return 0 if self.devices.are_many else ndim + min(self.all_axes, default=-ndim)
 
     def on_one_axis(self, arrays: Tree) -> tuple["Rows", Tree]:
-        """The rows and the arrays, the first of which has all elements, with one axis in place of a row's neighbours.
+        """The rows and the arrays, the first of which has all elements, with neighbouring axes of rows merged into one.
 
         Without its library XLA's CPU compiler takes up to seven times as long for a sum of products along several axes.
         """
@@ -90,9 +90,9 @@ class Rows(NamedTuple):
         return self._replace(axes=(axes[-1],), groups=groups), jax.tree.map(merged, arrays)
 
     def are_one_kernel(self, x: Array, where: Array | None) -> bool:
-        """Whether XLA's library for CPUs makes one kernel of sums over rows and of one result that follows from them.
+        """Whether XLA's library for CPUs makes one kernel of sums over rows and of a result computed from them.
 
-        So blocks have no use, if the rows are many. The library does not select, nor widen float16.
+        Then many rows need no blocks. The library neither selects nor widens float16.
         """
         if sharding.has_symbolic_size(x) or x.size <= 2 * platforms.choices().row_block_elements:
             return False
@@ -107,24 +107,24 @@ class Rows(NamedTuple):
         (total,) = self.sums(x)
         return total
 
-    def live(self, x: Array, where: Array | None) -> Array | None:
+    def unmasked(self, x: Array, where: Array | None) -> Array | None:
         """Which elements are unmasked; None: all."""
         return where
 
-    def spread(self, of_rows: Array) -> Array:
-        """The value of each row for all of its elements."""
-        return of_rows
+    def spread(self, values: Array) -> Array:
+        """The value of each row at all of its elements."""
+        return values
 
-    def spread_once(self, of_rows: Array) -> Array:
-        return of_rows
+    def spread_once(self, values: Array) -> Array:
+        return values
 
     def add_up(self, *sums: Array) -> Arrays:
-        """The sums over whole rows, from those over what of it a device and a channel have; in one exchange."""
+        """The sums over whole rows, from those of each device and channel, in one exchange."""
         return self.devices.sums(*(sums if self.groups is None else map(self.groups.sum, sums)))
 
     def average(self, terms: Array, weighting: Weighting) -> tuple[Array | None, Array]:
         """The weight of each row, as in `Moments`, and the sum of weighted terms divided by it."""
-        if weighting.where is None and not self.devices.are_many:  # their number may be unknown in the reverse pass
+        if weighting.where is None and not self.devices.are_many:  # JAX may not know their number in the reverse pass
             return None, self.sums(terms)[0] / self.divisor(terms, None)
         total = jnp.sum(terms, self.axes, keepdims=True)
         weight, total = self.add_up(total_weight(terms, self.axes, weighting).astype(total.dtype), total)
@@ -132,22 +132,22 @@ class Rows(NamedTuple):
         return weight, _unless_empty(total / self.divisor(terms, weight), weight, weighting.weights)
 
     def divisor(self, x: Array, weight: Array | None) -> Array | float:
-        """The weight; infinity where nothing is left, so that quotients and their derivatives are 0."""
+        """The weight; infinity for an empty row, so that quotients and their derivatives are 0."""
         if weight is not None:
             return jnp.where(weight == 0, jnp.inf, weight)
-        of_group = 1 if self.groups is None else self.groups.size(x)
-        number = math.prod(x.shape[a] for a in self.axes) * of_group * self.devices.size
+        group_size = 1 if self.groups is None else self.groups.size(x)
+        number = math.prod(x.shape[a] for a in self.axes) * group_size * self.devices.size
         return float(number or math.inf) if isinstance(number, int) else jnp.asarray(number, x.dtype)
 
 
-jax.tree_util.register_static(Rows)  # else its axes would be leaves
+jax.tree_util.register_static(Rows)  # otherwise its axes would be leaves
 
 
 class Moments(NamedTuple):
     """The moments of each row, in the wide dtype; the reduced axes stay, with size 1."""
 
     weight: Array | None  # None where it is the number of all elements
-    centre: Array | None  # the mean but for its rounding error; None where the mean is taken for 0
+    centre: Array | None  # the mean but for its rounding error; None for moments about 0
     error: Array | None  # the mean less the centre; None where that is exact
     variance: Array
 
@@ -159,8 +159,8 @@ class Moments(NamedTuple):
     def deviations(self, x: Array, where: Array | None) -> Array:
         """The deviation of each element from its mean, wide; 0 under the mask."""
         deviations = selected(widened(x), where)
-        for part in (self.centre, self.error):
-            deviations = deviations if part is None else deviations - part
+        for term in (self.centre, self.error):
+            deviations = deviations if term is None else deviations - term
         return selected(deviations, where)
 
 
@@ -176,11 +176,11 @@ def moments(rows: Rows, x: Array, weighting: Weighting, *, about_zero: bool = Fa
     centre = lax.stop_gradient(centre)
     n = rows.divisor(wide, weight)
     deviations = wide - centre
-    # In groups XLA for GPUs would write the deviations, which both sums and a norm need, to memory: one has its own.
+    # In groups XLA for GPUs would write deviations that both sums and a norm use to memory: one sum has its own.
     is_shared = rows.groups is None or weighting != (None, None)
     own = deviations if is_shared else wide - platforms.unfused_on_gpu(centre)
-    # A product, since XLA's compilers write a selection that two sums share to memory. By the weight first: a square
-    # may overflow, and that times 0 is NaN.
+    # A product, since XLA's compilers write a selection that two sums share to memory. The weight comes before the
+    # square, which may overflow: infinity times 0 is NaN.
     own, terms = (weighted(d, where if weights is None else weights) for d in (own, deviations))
     sums = rows.sums(own, _product(terms, deviations))
     error, square = (_unless_empty(total / n, weight, weights) for total in sums)
@@ -191,42 +191,44 @@ def moments(rows: Rows, x: Array, weighting: Weighting, *, about_zero: bool = Fa
 
 
 def pull_back(
-    rows: Rows, deviations: Array, weights: Array | None, of_rows: Moments, d_mean: Array | None, d_variance: Array
+    rows: Rows, deviations: Array, weights: Array | None, row_moments: Moments, d_mean: Array | None, d_variance: Array
 ) -> tuple[Array, Array | None]:
-    """The cotangents of the elements and of their weights; anything under the mask."""
-    n = rows.divisor(deviations, of_rows.weight)
+    """The cotangents of the elements and of their weights; under the mask they may be anything."""
+    n = rows.divisor(deviations, row_moments.weight)
     if weights is None:
         d_x = 2 * (d_variance / n) * jnp.conj(deviations)
         return (d_x if d_mean is None else d_x + d_mean / n), None
     d_mean = jnp.zeros_like(d_variance) if d_mean is None else d_mean
-    d_mean, d_variance = (_unless_empty(d, of_rows.weight, weights) for d in (d_mean, d_variance))
-    share = weights.astype(deviations.dtype) / n  # 1 where nothing else is left: then nothing is rounded
-    d_x = share * d_mean + 2 * d_variance * (share * deviations)  # 0 times the share of 0, before it may overflow
-    return d_x, (d_mean * deviations + d_variance * (deviations * deviations - of_rows.variance)) / n
+    d_mean, d_variance = (_unless_empty(d, row_moments.weight, weights) for d in (d_mean, d_variance))
+    share = weights.astype(deviations.dtype) / n  # exactly 1 for the only element of a row
+    d_x = share * d_mean + 2 * d_variance * (
+        share * deviations
+    )  # the share first: a share of 0 stays 0, while the product may overflow
+    return d_x, (d_mean * deviations + d_variance * (deviations * deviations - row_moments.variance)) / n
 
 
-def _unless_empty(of_rows: Array, weight: Array | None, weights: Array | None) -> Array:
-    """0 for rows whose weights are all 0, with derivatives of 0; a mask is selected for each element."""
-    return of_rows if weights is None or weight is None else jnp.where(weight == 0, 0, of_rows)
+def _unless_empty(values: Array, weight: Array | None, weights: Array | None) -> Array:
+    """`values`, with 0 for rows whose weights are all 0. Masks are applied to the elements instead."""
+    return values if weights is None or weight is None else jnp.where(weight == 0, 0, values)
 
 
 def _product(x: Array, y: Array) -> Array:
-    """The product, of numbers that have the same argument if they are complex."""
+    """The product; if complex, of two numbers with the same argument, so that it is real."""
     return jnp.real(x * jnp.conj(y))
 
 
 def weighted(x: Array, weights: Array | None) -> Array:
-    """The elements times their weights; one of weight 0 takes no part in a derivative, whatever its tangent is."""
+    """The elements times their weights; an element of weight 0 has no derivative, whatever its tangent."""
     if weights is None or weights.dtype == jnp.bool_:
         return x if weights is None else x * weights.astype(jnp.finfo(x.dtype).dtype)
-    is_zero = jnp.zeros_like(x, bool) | (weights == 0)  # split over devices as the elements are
+    is_zero = jnp.zeros_like(x, bool) | (weights == 0)  # so that it is split over devices like the elements
     return jnp.where(is_zero, lax.stop_gradient(x), x) * weights.astype(jnp.finfo(x.dtype).dtype)
 
 
 def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:
     """The sum of the weights of the unmasked elements along some axes; without weights, their number.
 
-    It has the real dtype of a wide `x`, and its shape, but that the reduced axes have size 1.
+    It has the real dtype of a wide `x`, and its shape with size 1 on the reduced axes.
     """
     where, weights = weighting
     if weights is not None:
@@ -243,5 +245,5 @@ def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:
 
 
 def nonzero_divisor(weight: Array) -> Array:
-    """A divisor for what is 0 where nothing is left."""
+    """The weight, or 1 where it is 0: a divisor of sums that are 0 there."""
     return jnp.where(weight == 0, 1, weight)

@@ -29,47 +29,50 @@ class AttentionSizes(NamedTuple):
     key_tile_if_nothing_is_skipped: int = 1024
     fewest_queries: int = 128  # per tile, however many query heads share a key head
 
-    # Problems are solved one after another if a single one has at least the first number of logits and all together at
+    # Problems are solved one after another if one has at least the first number of logits, and all of them have at
     # least the second. With fewer, such as 128 x 128 for one or 256 x 256 for each of eight, all at once are at least
     # as fast.
     in_turn_logits_of_one: int = 2**16
     in_turn_logits_of_all: int = 2**20
 
-    # Up to so many queries for each key head, as in decoding, a sample goes through its keys in blocks of 256 KiB.
+    # Up to this many queries for each key head, as in decoding, a sample goes through its keys in blocks of 256 KiB.
     few_queries: int = 16
     fewest_keys_of_few_queries: int = 512
     key_block_elements: int = 2**16
 
-    # Values in kernels of XLA's library: from so many rows on, of all queries, heads and samples, two products and the
-    # softmax between them are one kernel. With fewer the logits are in memory, and with few blocks are faster.
-    # A causal mask of 1024 keys takes 0.8 of the time of blocks, one of 3072 keys 1.2. It hides keys from tiles of so
-    # many queries: 8 x 512 x 8 heads take 0.44 of jax.nn's time in one tile, 0.38 in two.
+    # Values in kernels of XLA's library. Rows are queries times heads times samples: from `fewest_rows_of_one_kernel`
+    # on two products and the softmax between them are one kernel. With fewer rows the logits are in memory, and below
+    # `fewest_rows_of_kernels` blocks are faster. A causal mask of 1024 keys takes 0.8 of the time of blocks, one of
+    # 3072 keys 1.2. Tiles of at least `fewest_queries_of_kernels` leave out keys that a static mask hides: 8 x 512 x 8
+    # heads take 0.44 of jax.nn's time in one tile, 0.38 in two.
     fewest_rows_of_kernels: int = 2**10
     fewest_rows_of_one_kernel: int = 2**12
     fewest_queries_of_kernels: int = 256
     most_keys_of_kernels: int = 1024
-    # Products of bfloat16 with so many keys take 0.5 to 0.9 of the time of float32 on a CPU that multiplies it, and 0.8
-    # to 1.2 on one that does not; of fewer keys as long as float32, and twice as long.
+    # With this many keys products of bfloat16 take 0.5 to 0.9 of the time of float32 on a CPU that multiplies bfloat16,
+    # and 0.8 to 1.2 on one that does not. With fewer keys they take as long as float32, and twice as long.
     fewest_keys_of_bfloat16: int = 128
 
-    # With so few logits in the whole batch JAX's own derivative, which keeps all weights, takes three quarters of the
-    # time of blocks.
+    # Up to this many logits in the whole batch, JAX's own derivative takes three quarters of the time of blocks. It
+    # keeps all weights.
     most_weights_kept: int = 2**21
 
-    # The reverse pass of short sequences has many arrays of the size of the logits: so it works on some samples
-    # together that have at most so many, 1 MiB of float32, unless all problems have fewer than the second number above.
+    # The reverse pass of short sequences has many arrays of the size of the logits. So it takes as many samples at once
+    # as have this many logits, 1 MiB of float32, unless all problems together have fewer than
+    # `in_turn_logits_of_all`.
     reverse_at_once_logits: int = 2**18
 
-    # Elsewhere tiles of queries have all of their keys, so that a softmax reads its row once. A tile has at most so
-    # many logits, for all samples and heads that are worked on together: 256 MiB of float32, in a few kernels each.
-    # Where a static mask, such as a causal one, hides keys from a whole tile, there are up to so many tiles per
-    # problem, of that many logits at least: four tiles of a causal mask leave out three eighths of the pairs.
+    # Elsewhere tiles of queries have all of their keys, so that a softmax reads its row once. A tile has at most
+    # `row_tile_logits`, for all samples and heads that are computed together: 256 MiB of float32, in a few kernels
+    # each. Where a static mask, such as a causal one, hides keys from a whole tile, a problem has up to
+    # `skipping_row_tiles`, of at least `skipping_row_tile_logits`: four tiles of a causal mask leave out three eighths
+    # of the pairs.
     row_tile_logits: int = 2**26
     skipping_row_tiles: int = 4
     skipping_row_tile_logits: int = 2**24
-    alignment: int = 64  # of the bounds of the keys of a tile, which a GPU's matrix units like
+    alignment: int = 64  # of the bounds of a tile's keys, for the matrix units of a GPU
 
-    # cuDNN takes an array over pairs for what it does not know. In bfloat16 that has 512 MiB at most.
+    # cuDNN gets an array over pairs for masks that it does not have. In bfloat16 this array has 512 MiB at most.
     most_pairs_in_one_array: int = 2**28
 
 
@@ -82,28 +85,28 @@ class LinearSizes(NamedTuple):
     token_block_elements: int = 2**23  # of the logits
     fewest_tokens: int = 160
     most_tokens: int = 512
-    # Under a mask the last block is half empty on average: with 1024 tokens or more, 40 % of them unmasked, blocks of
-    # 256 take 0.8 to 1 of the time of 512, with 512 tokens blocks of 128.
+    # Under a mask the last block is half empty on average. With 1024 tokens or more, 40 % of them unmasked, blocks of
+    # 256 take 0.8 to 1 of the time of blocks of 512; with 512 tokens, so do blocks of 128.
     fewest_tokens_if_masked: int = 128
     most_tokens_if_masked: int = 256
     class_tile_elements: int = 2**20  # of the kernel or the logits, whichever is larger: these pass through the cache
 
-    # The same elsewhere. Each tile of classes passes over the features and their gradient, each block of tokens over
-    # the kernel and its own; with eight logits for each feature they add about a tenth to what the logits move. A tile
-    # of float32 logits has 128 to 512 MiB, or fewer if that is less than a quarter of them all. With a mask at least
-    # two blocks are needed to skip one, and tiles of twice the size make up for the smaller blocks.
+    # The same elsewhere. Each tile of classes reads the features and their gradient again, each block of tokens the
+    # kernel and its gradient; with eight logits for each feature this adds about a tenth to the memory traffic of the
+    # logits. A tile has 128 to 512 MiB of float32 logits, but no more than a quarter of all. With a mask at least two
+    # blocks are needed to skip one, and tiles of twice the size make up for the smaller blocks.
     logits_per_feature: int = 8
     least_logits: int = 2**25
     most_logits: int = 2**27
     least_tokens_if_masked: int = 2048  # in the largest block
-    most_tokens_of_one_block: int = 512  # so few are computed in one block, masked or not
+    most_tokens_of_one_block: int = 512  # up to this many are one block, masked or not
 
-    # Divergences work on whole rows of logits of both sides: elsewhere on 256 MiB of float32 of each.
+    # Divergences need whole rows of logits of both sides: elsewhere 256 MiB of float32 of each.
     token_block_elements_elsewhere: int = 2**26
 
 
 class Choices(NamedTuple):
-    """What is chosen by platform; part of what a program is compiled for."""
+    """What is chosen for a platform. It is part of the key of a compiled program."""
 
     form: Literal["cpu", "elsewhere", "cuda", "tpu"] | None = None  # on every platform; None: each has its own
     attention: AttentionSizes = AttentionSizes()
@@ -118,24 +121,24 @@ class Choices(NamedTuple):
     # which jax 0.12 has and jax 0.10 has not. What lies between was not measured.
     has_kernel_library: bool = jax.__version_info__ >= (0, 12)
 
-    # Temporaries below 32 MiB, a few arrays of so many float32, are memory that a CPU's allocator keeps. It asks the
-    # system for more in every call, which takes longer than the work, so blocks win; below, they take up to twice as
-    # long. Without the library, rows of more than 2**20 elements take longer in one pass.
+    # A CPU's allocator keeps temporaries below 32 MiB, which are a few arrays of this many float32. For larger ones it
+    # asks the system in every call, which takes longer than the work: there blocks win, while below they take up to
+    # twice as long. Without the library, rows of more than 2**20 elements take longer in one pass.
     most_elements_in_one_pass: int = 2**21 if has_kernel_library else 2**20
 
-    # A row of so many elements is still in the cache when the second sum over it is made. One of 50257 is not: the
+    # A row of this many elements is still in the cache for the second sum over it. One of 50257 is not: the
     # logsumexps of such rows take a third of the time in blocks.
     longest_row_of_kernels: int = 2**15
     fewest_elements_of_kernels: int = 2**12  # the library leaves smaller arrays alone
 
-    # Of all pairs of a batch: the logits of a block of rows, 16 MiB of float32 on a CPU, where blocks of a quarter of
+    # The logits of a block of rows, of all pairs of a batch: 16 MiB of float32 on a CPU, where blocks of a quarter of
     # that take a tenth longer; elsewhere 128 MiB.
     pair_block_elements: int = 2**22
     pair_block_elements_elsewhere: int = 2**25
     fewest_rows_of_pairs: int = 64
 
-    # Segments of so many rows on average, of so many rows in all, are added up in parts of the rows. A part has so many
-    # for each segment: the sums of all parts take a 16th of the memory of the data.
+    # With at least this many rows per segment, and in all, rows are added up in parts. A part has 16 rows per segment:
+    # the sums of all parts take a 16th of the memory of the data.
     fewest_rows_of_segments_in_parts: int = 2**7
     fewest_rows_in_parts: int = 2**12
     rows_of_part_by_segments: int = 2**4
@@ -152,20 +155,20 @@ def choices() -> Choices:
 def chosen(
     *, attention: Mapping[str, int] | None = None, linear: Mapping[str, int] | None = None, **others: Pytree
 ) -> Iterator[None]:
-    """Context with other choices, for measuring and testing. JAX traces again what it has traced with other ones."""
+    """Context with other choices, for measuring and testing. JAX traces functions again when the choices change."""
     now = choices()
-    of_attention, of_linear = now.attention._replace(**attention or {}), now.linear._replace(**linear or {})
-    with _choices(now._replace(attention=of_attention, linear=of_linear, **others)):
+    attention_sizes, linear_sizes = now.attention._replace(**attention or {}), now.linear._replace(**linear or {})
+    with _choices(now._replace(attention=attention_sizes, linear=linear_sizes, **others)):
         yield
 
 
 def unfused(results: Tree) -> Tree:
-    """`results`, which XLA does not fuse with what follows, nor finds to be computed elsewhere as well.
+    """`results`, which XLA neither fuses with later operations nor shares with equal ones.
 
-    On a CPU the mean of all rows would else become part of the computation of each, which then is up to ten times as
+    On a CPU XLA would fuse the mean of all rows with the computation of each row, which makes it up to ten times as
     slow: XLA splits the work on rows between the cores, but not the work on one number.
     """
-    # One barrier for each array: in shard_map those of one barrier have to vary over the same axes.
+    # One barrier for each array: in shard_map the arrays of one barrier have to vary over the same axes.
     return jax.tree.map(lax.optimization_barrier, results)
 
 
@@ -175,12 +178,12 @@ def unfused_on_cpu(results: Tree) -> Tree:
 
 
 def unfused_on_gpu(results: Tree) -> Tree:
-    """`unfused` in a program for a GPU, that is for neither a CPU nor a TPU."""
+    """`unfused` in a program for a GPU: for neither a CPU nor a TPU."""
     return by_platform(unfused, results, **dict.fromkeys(("cpu", "tpu"), lambda results: results))
 
 
 def by_platform(default: Callable[..., Tree], *args: Pytree, **branches: Callable[..., Tree]) -> Tree:
-    """The function of the platform for which the program is lowered, or the default one, of the arguments."""
+    """Calls the function for the platform of the program, chosen when it is lowered, or the default one."""
     form = choices().form
     if form is not None:
         return branches.get(form, default)(*args)
@@ -193,13 +196,13 @@ def on_cpu_or_elsewhere(on_cpu: Callable[..., Tree], elsewhere: Callable[..., Tr
 
 
 def on_one_device(kernel: Callable[..., Tree], otherwise: Callable[..., Tree], likes: Tree, *args: Pytree) -> Tree:
-    """`kernel(*args)` in a program for one TPU, or for each by itself, as all of `jax.shard_map` is.
+    """`kernel(*args)` in a program for one TPU, or for each TPU by itself, as inside `jax.shard_map`.
 
-    The compiler has no kernel where it splits arrays over devices: there it is `otherwise(*args)`. How many devices
-    there are is known when the program is lowered: then one of the two is traced. The results are typed as `likes`.
+    The compiler cannot split a kernel over devices: there it is `otherwise(*args)`. The number of devices is known when
+    the program is lowered, and only then is one of the two traced. The results have the types of `likes`.
     """
     leaves, tree = jax.tree.flatten(args)
-    like_leaves, tree_of_results = jax.tree.flatten(likes)
+    like_leaves, result_tree = jax.tree.flatten(likes)
 
     def flat(fn: Callable[..., Tree]) -> Callable[..., list[Array]]:
         return lambda *arrays: jax.tree.leaves(fn(*jax.tree.unflatten(tree, arrays[: len(leaves)])))
@@ -208,7 +211,7 @@ def on_one_device(kernel: Callable[..., Tree], otherwise: Callable[..., Tree], l
     static = {"number": len(like_leaves), "interprets": bool(choices().interprets), "precision": precision}
     fns = {"kernel": flat(kernel), "otherwise": flat(otherwise)}
     results = _on_one_device.bind(*leaves, *like_leaves, **fns, **static)
-    return jax.tree.unflatten(tree_of_results, results)
+    return jax.tree.unflatten(result_tree, results)
 
 
 def _lower_on_one_device(
@@ -247,7 +250,7 @@ mlir.register_lowering(_on_one_device, _lower_on_one_tpu, platform="tpu")
 
 
 def refused_when_lowered(text: str, x: Array) -> Array:
-    """`x`; a program that holds this call is refused with a ValueError of this text when it is lowered."""
+    """`x`; lowering a program that contains this call raises a ValueError with this text."""
     return _refused.bind(lax.stop_gradient(x), text=text)
 
 

@@ -29,7 +29,7 @@ def default_or_wider(dtype: DType) -> DType:
 
 
 def with_wide_numbers(*arrays: ArrayLike) -> list[Array]:
-    """The arrays, with the numbers of Python among them in the wide dtype of all: not in float64 for arrays of less."""
+    """The arrays; numbers of Python among them get the wide dtype of all, which may be less than float64."""
     with jax.numpy_dtype_promotion("standard"):
         wide = wide_dtype(float_dtype(jnp.result_type(*arrays)))
     return [jnp.asarray(x, wide if jax.typeof(x).weak_type else None) for x in arrays]

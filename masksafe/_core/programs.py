@@ -1,4 +1,4 @@
-"""Programs that JAX has traced. Older versions have a type of its own, `ClosedJaxpr`, for one with its constants."""
+"""Programs that JAX has traced. Older versions of JAX have a type `ClosedJaxpr` for one with its constants."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ def is_program(x: object) -> bool:
 
 
 def open_program(program: Program) -> tuple[Program, Sequence[Pytree]]:
-    """A program, and its constants if it has them with it."""
+    """A program without its constants, and the constants that it held."""
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 

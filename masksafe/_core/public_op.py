@@ -1,4 +1,4 @@
-"""What surrounds a public op: its name in profiles, and errors for keywords of jax.numpy and torch that name ours."""
+"""What surrounds a public op: its name in profiles, and errors that translate keywords of jax.numpy and torch."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ from masksafe._core import compiler_faults
 from masksafe._core.arguments import message
 from masksafe._core.typing import Function, Pytree
 
-# The parameters that may have their place; an op has at most one of them.
+# Our parameters of the same meaning, of which an op has at most one.
 _OURS = {
     "a": ("x",),
     "ddof": ("correction",),
@@ -38,9 +38,9 @@ _FORWARD_MODE_HINT = (
 def public_op(fn: Function) -> Function:
     """Decorates a public op. Type checkers see the op as it is.
 
-    Its operations lie in the scope `masksafe.<op>`, which profiles and HLO show. Its refusal of a keyword that another
-    library has names the one that it has, and JAX's refusal of forward mode gets the way out. JAX refuses that when it
-    runs the op; inside a compiled function this happens later, and the message is JAX's alone.
+    Its operations are in the scope `masksafe.<op>`, which profiles and HLO show. The error for a keyword of another
+    library names the keyword of the op. JAX's error for forward mode gets a hint; inside a compiled function JAX raises
+    it later, without the hint.
     """
     scope = f"masksafe.{fn.__name__}"
 

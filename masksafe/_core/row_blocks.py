@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import derivatives, own_shard_map, platforms, sharding, tiles
+from masksafe._core import derivatives, per_device, platforms, sharding, tiles
 from masksafe._core.typing import Array, Axes, DType, Pytree, Tree
 
 
@@ -26,11 +26,11 @@ def map_row_blocks(
 
     Args:
       fn: a function that treats every row by itself, for any number of leading axes. It returns a pytree of arrays with
-        the leading axes of the rows; if it has totals, a tuple of that and a pytree of sums over the rows.
-      *args: pytrees of arrays. The first array has all rows; the others have its rank, and leading axes that broadcast
-        to its own.
+        the leading axes of the rows; with `has_totals` a tuple of it and a pytree of sums over the rows.
+      *args: pytrees of arrays. The first array has all rows; the others have its rank, and their leading axes broadcast
+        to its.
       leading: the number of leading axes, which number the rows; the other axes lie within a row. None: all but one.
-      has_totals: whether `fn` has totals.
+      has_totals: whether `fn` returns such sums.
     """
     rows = jax.tree.leaves(args)[0]
     leading = rows.ndim - 1 if leading is None else leading
@@ -39,24 +39,24 @@ def map_row_blocks(
     count, elements = math.prod(rows.shape[:leading]), math.prod(rows.shape[leading:])
     if not sharding.may_loop(args) or count == 1 or rows.size <= platforms.choices().most_elements_in_one_pass:
         return fn(*args)
-    block = tiles.divisor_near(count, max(1, platforms.choices().row_block_elements // elements))
-    loop = _Loop(fn, has_totals, rows.shape[:leading], block)
+    size = tiles.divisor_near(count, max(1, platforms.choices().row_block_elements // elements))
+    loop = _Loop(fn, has_totals, rows.shape[:leading], size)
     # What a loop carries varies over the devices over which any of its arguments does.
     in_one_pass = lambda *args: sharding.vary_with(fn(*args), args)  # noqa: E731
     return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)
 
 
 def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, args: Pytree) -> Pytree:
-    """The rows on each device, if a mesh splits no row and each device has many; else one pass."""
+    """Each device's rows in blocks, if a mesh splits no row and each device has many rows; else one pass."""
     rows = jax.tree.leaves(args)[0]
-    of_rows = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
-    names = jax.tree.map(lambda _: of_rows, args)
+    row_names = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
+    names = jax.tree.map(lambda _: row_names, args)
     specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)]
     splits_a_row = any(axis is not None for spec in specs for axis in spec[leading:])
-    split = None if splits_a_row else own_shard_map.split_of(args, names)
-    if split is None or rows.size // split.devices(*of_rows) <= platforms.choices().most_elements_in_one_pass:
+    split = None if splits_a_row else per_device.split_of(args, names)
+    if split is None or rows.size // split.devices(*row_names) <= platforms.choices().most_elements_in_one_pass:
         return fn(*args)
-    axes = split.axes(*of_rows)
+    axes = split.axes(*row_names)
 
     def on_device(*args: Pytree) -> Pytree:
         results = map_row_blocks(fn, *args, leading=leading, has_totals=has_totals)
@@ -65,14 +65,14 @@ def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, a
         mapped, totals = results
         return mapped, jax.tree.map(lambda total: lax.psum(total, axes), totals)
 
-    of_results: Pytree = jax.tree.map(lambda _: of_rows, jax.eval_shape(fn, *args))
+    result_names: Pytree = jax.tree.map(lambda _: row_names, jax.eval_shape(fn, *args))
     if has_totals:
-        of_results = of_results[0], jax.tree.map(lambda _: PartitionSpec(), of_results[1])
-    return split.map(on_device, args, names, of_results)
+        result_names = result_names[0], jax.tree.map(lambda _: PartitionSpec(), result_names[1])
+    return split.map(on_device, args, names, result_names)
 
 
 def leading_axes(axes: Axes) -> int:
-    """How many axes precede the first of `axes`: those that number the rows."""
+    """How many axes precede the first of `axes`: they number the rows."""
     return min(axes, default=0)
 
 
@@ -85,7 +85,7 @@ class _Loop(NamedTuple):
     fn: Callable[..., Pytree]
     has_totals: bool
     leading: tuple[int, ...]
-    block: int  # rows
+    block_rows: int
 
 
 def _in_one_pass(loop: _Loop, *args: Pytree) -> Pytree:
@@ -97,14 +97,14 @@ def _in_blocks(loop: _Loop, *args: Pytree) -> Pytree:
     arrays, tree = jax.tree.flatten(args)
     flat = [as_bits(_flatten_rows(a, loop.leading)) for a in arrays]
     count = math.prod(loop.leading)
-    whole, rest = divmod(count, loop.block)
+    whole, rest = divmod(count, loop.block_rows)
 
     def with_block(state: tuple[Pytree, Pytree], start: Array | int, size: int) -> tuple[Pytree, Pytree]:
         rows = [f if f.shape[0] == 1 else tiles.part(f, {0: (start, size)}) for f in flat]
         parts = [from_bits(f, a.dtype) for f, a in zip(rows, arrays, strict=True)]
         results = loop.fn(*jax.tree.unflatten(tree, parts))
         mapped, added = results if loop.has_totals else (results, ())
-        # Written where it belongs: to join the remainder with the rest would copy all results.
+        # Results are written in place: to append those of the remainder would copy all of them.
         put = lambda x, rows: tiles.with_part(x, as_bits(rows), {0: (start, size)})  # noqa: E731
         return jax.tree.map(put, state[0], mapped), jax.tree.map(jnp.add, state[1], added)
 
@@ -113,8 +113,8 @@ def _in_blocks(loop: _Loop, *args: Pytree) -> Pytree:
     no_rows = jax.tree.map(lambda o: as_bits(jnp.zeros((count, *o.shape[len(loop.leading) :]), o.dtype)), outputs)
     no_totals = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals)
     state = sharding.vary_with((no_rows, no_totals), arrays)
-    state = tiles.loop(0, whole, lambda i, state: with_block(state, i * loop.block, loop.block), state)
-    mapped, totals = with_block(state, whole * loop.block, rest) if rest else state
+    state = tiles.loop(0, whole, lambda i, state: with_block(state, i * loop.block_rows, loop.block_rows), state)
+    mapped, totals = with_block(state, whole * loop.block_rows, rest) if rest else state
     mapped = jax.tree.map(lambda like, x: from_bits(x, like.dtype).reshape(like.shape), outputs, mapped)
     return (mapped, totals) if loop.has_totals else mapped
 
@@ -131,7 +131,7 @@ def _flatten_rows(a: Array, leading: tuple[int, ...]) -> Array:
 
 
 def as_bits(a: Array) -> Array:
-    """An array to cut blocks from, each of which `from_bits` turns into a block of `a`."""
+    """`a` as an array that XLA slices without a copy; `from_bits` turns its blocks into blocks of `a`."""
     return lax.bitcast_convert_type(a, jnp.uint16) if _is_sliced_as_bits(a.dtype) else a
 
 

@@ -1,7 +1,7 @@
 """Arrays split over devices, in three ways.
 
 Over the explicit axes of a mesh: the type of an array says how it is split. Inside `jax.shard_map`: the type says over
-which axes it varies. Over a named axis, of which `Devices` are the places: they exchange what they have to.
+which axes the array varies. Over a named axis: `Devices` are the devices along it, which exchange what they need.
 """
 
 import dataclasses
@@ -127,7 +127,7 @@ def vary_with(tree: Tree, others: Pytree) -> Tree:
 
 
 def zeros_of_types(shapes: Pytree, others: Pytree) -> Pytree:
-    """Zeros of the types that `jax.eval_shape` told, those of what is computed from the arrays of `others`."""
+    """Zeros of the types that `jax.eval_shape` returned for a function of the arrays of `others`."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes or AxisType.Auto not in mesh.axis_types:
         return jax.tree.map(jnp.zeros_like, shapes)
@@ -188,11 +188,11 @@ class Devices(NamedTuple):
         return lax.axis_size(self.axis_name) if self.are_many else 1
 
     def first(self, number: int) -> Array | None:
-        """The index of this device's first element among those of all, each of which has `number`; None for 0."""
+        """The global index of this device's first element, if every device has `number` of them; None stands for 0."""
         return lax.axis_index(self.axis_name) * number if self.are_many else None
 
     def local(self, labels: Array, number: int) -> Array:
-        """Global labels as local ones: those in [0, number) are classes of this device, the others are not."""
+        """Global labels as local ones: a label in [0, number) is a class of this device."""
         return labels - (lax.axis_index(self.axis_name) * number).astype(labels.dtype) if self.are_many else labels
 
     def sum(self, tree: Tree) -> Tree:
@@ -212,12 +212,12 @@ class Devices(NamedTuple):
         return lax.pmax(x.astype(jnp.int32), self.axis_name) > 0 if self.are_many else x
 
     def from_before(self, tree: Tree, places: int = 1) -> Tree:
-        """The arrays that the device so many places before this one has, in a ring of all."""
+        """The arrays of the device that is `places` before this one, in the ring of all devices."""
         if self.size == 0 or places % self.size == 0:
             return tree
-        # `lax.ppermute` wants the names in the mesh's order; the others are of `jax.vmap`.
-        of_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in self._names]
-        names = [*of_mesh, *(name for name in self._names if name not in of_mesh)]
+        # `lax.ppermute` takes the names in the mesh's order; the others are of `jax.vmap`.
+        mesh_names = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in self._names]
+        names = [*mesh_names, *(name for name in self._names if name not in mesh_names)]
         numbers = np.arange(self.size).reshape([lax.axis_size(name) for name in names])
         number = numbers.transpose([names.index(name) for name in self._names]).ravel().tolist()
         way = [(number[n], number[(n + places) % self.size]) for n in range(self.size)]
@@ -227,32 +227,32 @@ class Devices(NamedTuple):
     def _names(self) -> tuple[str, ...]:
         return (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name or ()
 
-    # What the type of an array says of them.
+    # What the type of an array says about the devices.
 
     @property
-    def _of_mesh(self) -> tuple[str, ...]:
-        """The names of axes of the mesh; the others are of `jax.vmap`."""
+    def _mesh_names(self) -> tuple[str, ...]:
+        """The names that are axes of the mesh; the others are axes of `jax.vmap`."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return tuple(name for name in self._names if name in manual)
 
     @property
     def are_samples(self) -> bool:
-        """Whether an axis is one of `jax.vmap`: around that, JAX runs a hand-written reverse rule without its name."""
-        return len(self._of_mesh) < len(self._names)
+        """Whether an axis is one of `jax.vmap`, whose name JAX does not know in a hand-written reverse rule."""
+        return len(self._mesh_names) < len(self._names)
 
     def varying(self, tree: Tree) -> Tree:
-        """The arrays, made to vary over the devices: their cotangents are each device's own, not yet summed."""
-        of_mesh = self._of_mesh
-        return vary_with(tree, lax.pcast(jnp.zeros(()), of_mesh, to="varying")) if of_mesh else tree
+        """The arrays, made to vary over the devices: so each device keeps its own cotangent, and none is summed."""
+        mesh_names = self._mesh_names
+        return vary_with(tree, lax.pcast(jnp.zeros(()), mesh_names, to="varying")) if mesh_names else tree
 
     def share(self, x: Array) -> bool:
         """Whether the type of `x` says that it is the same on all devices of one of the axes, as a sum over them is.
 
         Types say nothing with `check_vma=False`, nor over an axis of `jax.vmap`.
         """
-        of_mesh, varying = self._of_mesh, self.varying(jnp.zeros(()))
-        have_types = any(_varies(varying, name) for name in of_mesh)
-        return have_types and not all(_varies(x, name) for name in of_mesh)
+        mesh_names, varying = self._mesh_names, self.varying(jnp.zeros(()))
+        have_types = any(_varies(varying, name) for name in mesh_names)
+        return have_types and not all(_varies(x, name) for name in mesh_names)
 
     # Every device computes the whole loss, but JAX assumes that the result of a custom rule varies over the devices.
     # Taking the mean over the devices after the rule shows JAX that the losses are equal. Its derivative gives each

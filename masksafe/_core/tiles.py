@@ -49,15 +49,15 @@ class Tiles(NamedTuple):
         """How many positions of the last tile belong to the tile before it."""
         return self.number * self.size - self.length
 
-    def map(self, of_tile: Callable[[Pytree], Pytree]) -> Pytree:
-        """The results of `of_tile(i)` for all tiles, stacked."""
+    def map(self, fn: Callable[[Pytree], Pytree]) -> Pytree:
+        """The results of `fn(i)` for all tiles, stacked."""
         if self.number == 1:
-            return jax.tree.map(lambda x: x[None], of_tile(0))
-        return lax.map(of_tile, jnp.arange(self.number, dtype=jnp.int32))
+            return jax.tree.map(lambda x: x[None], fn(0))
+        return lax.map(fn, jnp.arange(self.number, dtype=jnp.int32))
 
-    def join_map(self, of_tile: Callable[[Pytree], Pytree]) -> Pytree:
-        """The results of `of_tile(i)` for all tiles, `[..., size, n]`, joined."""
-        return of_tile(0) if self.number == 1 else jax.tree.map(self.join, self.map(of_tile))
+    def join_map(self, fn: Callable[[Pytree], Pytree]) -> Pytree:
+        """The results of `fn(i)` for all tiles, `[..., size, n]`, joined."""
+        return fn(0) if self.number == 1 else jax.tree.map(self.join, self.map(fn))
 
     def join(self, tiles: Array) -> Array:
         """Several stacked tiles `[number, ..., size, n]` as `[..., length, n]`."""
@@ -85,7 +85,7 @@ def even_size(count: int, most: int) -> int:
 
 
 def divisor_near(count: int, size: int) -> int:
-    """A divisor of `count` in (`size / 2`, `size`], which leaves no remainder to treat apart; else an even size."""
+    """A divisor of `count` in (`size / 2`, `size`], so that no remainder is left; if there is none, an even size."""
     return next((n for n in range(size, size // 2, -1) if count % n == 0), even_size(count, size))
 
 
@@ -95,11 +95,11 @@ def whole(length: int) -> Tile:
 
 
 def take(tree: Tree, axis: int, tile: Tile) -> Tree:
-    """The parts of arrays within a tile of `axis`."""
+    """The parts of the arrays in a tile of `axis`."""
     return jax.tree.map(lambda x: part(x, {axis: (tile.start, tile.size)}), tree)
 
 
-Places = Mapping[int, tuple[Index, int]]  # for an axis where a part of it starts, and its size
+Places = Mapping[int, tuple[Index, int]]  # for each cut axis, the start and the size of the part
 
 
 def part(x: Array, places: Places) -> Array:
@@ -113,13 +113,13 @@ def part(x: Array, places: Places) -> Array:
 
 
 def with_part(x: Array, new: Array, places: Places) -> Array:
-    """`x` with another part at the places."""
+    """`x` with `new` as the part at the places."""
     starts, sizes = _bounds(x, places)
     return new if sizes == x.shape else lax.dynamic_update_slice(x, new, starts, allow_negative_indices=False)
 
 
 def add_to_part(x: Array, addend: Array, places: Places) -> Array:
-    """`x` with something added to its part at the places."""
+    """`x` with `addend` added to the part at the places."""
     return with_part(x, part(x, places) + addend, places)
 
 

@@ -1,4 +1,4 @@
-"""The types that signatures use: arrays and what converts to one, axes, words, functions; a `jax.jit` with types."""
+"""The types of signatures, and a `jax.jit` that keeps the types of the function."""
 
 import functools
 from collections.abc import Callable, Sequence

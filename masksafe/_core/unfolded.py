@@ -26,7 +26,7 @@ def number_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> 
 
 
 def largest_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Array:
-    """`jnp.max` of numbers of 0 or more; 0 of none."""
+    """`jnp.max` of non-negative numbers; 0 if there are none."""
     return _reduce(lax.max, unknown(0, x.dtype), x, axis, keepdims)
 
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, switches, unfolded
+from masksafe._core import arguments, label_checks, masks, per_device, sharding, switches, unfolded
 from masksafe._core.masks import Weighting
 from masksafe._core.typing import Array, jitted
-from masksafe._segments._moves import Segments
+from masksafe._segments._segments import Segments
 
-Formula = Callable[..., Array]  # of its options, which are static, the segments, the data and their weighting
+Formula = Callable[..., Array]  # a function of its static options, the segments, the data and their weighting
 
 
 def compute(
@@ -45,18 +45,20 @@ def compute(
     _check_ids(op, ids, where, number)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
     are_sorted = arguments.as_bool(op, "indices_are_sorted", indices_are_sorted)
-    if number == 0:  # JAX does not index an array of nothing
-        of_one = Segments(jnp.full_like(ids, -1), 1, are_sorted, devices)
-        return _on_devices(formula, options, is_like_data, of_one, data, where, weights)[: None if is_like_data else 0]
+    if number == 0:  # JAX does not index an empty array
+        one_segment = Segments(jnp.full_like(ids, -1), 1, are_sorted, devices)
+        return _on_devices(formula, options, is_like_data, one_segment, data, where, weights)[
+            : None if is_like_data else 0
+        ]
     segments = Segments(ids, number, are_sorted, devices)
     return _on_devices(formula, options, is_like_data, segments, data, where, weights)
 
 
-to_rows = functools.partial(compute, is_like_data=True)
+compute_for_rows = functools.partial(compute, is_like_data=True)
 
 
 def _fitting(op: str, argument: str, value: Array, data: Array) -> Array:
-    """The argument, of rows or of elements."""
+    """The argument, given for rows or for elements."""
     if value.ndim == data.ndim:
         arguments.check_broadcasts_to(op, argument, value.shape, data.shape, "data")
     elif value.shape != data.shape[:1]:
@@ -66,7 +68,7 @@ def _fitting(op: str, argument: str, value: Array, data: Array) -> Array:
 
 
 def _at_rank(value: Array | None, data: Array) -> Array | None:
-    """An array of rows or of elements, `[N, ...]` at the rank of the data."""
+    """An array given for rows or for elements, as `[N, ...]` at the rank of the data."""
     if value is None:
         return None
     if value.ndim != data.ndim:
@@ -77,23 +79,23 @@ def _at_rank(value: Array | None, data: Array) -> Array | None:
 def _as_number(op: str, num_segments: object, ids: Array, where: Array | None) -> int:
     if num_segments is not None:
         return arguments.as_size(op, "num_segments", num_segments, 0)
-    live = masks.selected(ids, _of_rows(where), -1)
-    if isinstance(live, jax.core.Tracer):
+    unmasked_ids = masks.selected(ids, _unmasked_rows(where), -1)
+    if isinstance(unmasked_ids, jax.core.Tracer):
         found, hint = "None, where segment_ids is a traced array", "Pass the number of segments."
         raise TypeError(arguments.message(op, "num_segments", found, "an int", hint))
-    return int(jnp.max(live, initial=-1)) + 1
+    return int(jnp.max(unmasked_ids, initial=-1)) + 1
 
 
 def _check_ids(op: str, ids: Array, where: Array | None, number: int) -> None:
-    """Reports ids out of range, but for those that stand for padding: -1, and the number of segments."""
-    if switches.label_check_mode() == "off":  # eagerly the mask of rows takes its time
+    """Reports ids out of range, except those of padding: -1, and the number of segments."""
+    if switches.label_check_mode() == "off":  # in eager code the mask of rows takes time
         return
     is_valid = lambda ids: (ids >= -1) & (ids <= number)  # noqa: E731
     otherwise = f"outside [0, {number}), and neither -1 nor {number}"
-    label_checks.check_elements(op, ids, ids.shape, _of_rows(where), is_valid, otherwise, "segment_ids")
+    label_checks.check_elements(op, ids, ids.shape, _unmasked_rows(where), is_valid, otherwise, "segment_ids")
 
 
-def _of_rows(where: Array | None) -> Array | None:
+def _unmasked_rows(where: Array | None) -> Array | None:
     """Which rows have an unmasked element."""
     return None if where is None else unfolded.any_of(where, tuple(range(1, where.ndim)))
 
@@ -108,20 +110,20 @@ def _on_devices(
     where: Array | None,
     weights: Array | None,
 ) -> Array:
-    """The formula; across all devices, if explicit mesh axes split the data."""
+    """The result of the formula; each device computes its part, if explicit mesh axes split the data."""
 
     def result(devices: sharding.Devices, data: Array, ids: Array, where: Array | None, weights: Array | None) -> Array:
         here, elements = dataclasses.replace(segments, ids=ids, devices=devices), tuple(range(1, data.ndim))
-        if switches.uses_plain_rules():  # with neither ids nor data that would alarm checkify
-            where = here.live(data, where)
+        if switches.uses_plain_rules():  # checkify would report ids out of range and NaN
+            where = here.unmasked(data, where)
             here = dataclasses.replace(here, ids=jnp.clip(ids, 0, here.number - 1))
             data = masks.selected(data, where)
         elif where is not None and weights is None and not here.are_sorted and masks.masks_rows(where, elements):
-            # Out of range, a row needs no selection of its elements. But sorted ids have to stay as they are.
+            # A masked row gets an id out of range, which spares the selection. Sorted ids have to stay sorted.
             here, where = dataclasses.replace(here, ids=jnp.where(where.reshape(-1), ids, here.number)), None
         weighting = Weighting(where, None)
         if weights is not None:
-            weighting = masks.weighting_of(data, here.live(data, where), weights)
+            weighting = masks.weighting_of(data, here.unmasked(data, where), weights)
         return formula(*options, here, data, weighting)
 
     data = masks.promoted_with(data, weights)
@@ -130,4 +132,4 @@ def _on_devices(
     names = PartitionSpec("rows", *columns)
     names_of_args = names, PartitionSpec("rows"), *(None if x is None else names for x in args[2:])
     names_of_result = names if is_like_data else PartitionSpec(None, *columns)
-    return own_shard_map.along_devices(result, segments.devices, args, names_of_args, names_of_result, ("rows",))
+    return per_device.along_devices(result, segments.devices, args, names_of_args, names_of_result, ("rows",))

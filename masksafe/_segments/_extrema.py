@@ -7,13 +7,13 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_real_array
-from masksafe._core.extrema import extremum, of_order, order_of, over_devices
+from masksafe._core.extrema import as_ordered_integer, extremum, from_ordered_integer, over_devices
 from masksafe._core.masks import Weighting
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import compute
-from masksafe._segments._moves import Segments
+from masksafe._segments._segments import Segments
 
 
 @public_op
@@ -32,12 +32,12 @@ def segment_max(
 
     Args:
       data: a real array `[N, ...]`.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices, and each gets all of them.
@@ -81,12 +81,12 @@ def segment_min(
 
     Args:
       data: a real array `[N, ...]`.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices, and each gets all of them.
@@ -122,13 +122,13 @@ def _min(segments: Segments, x: Array, weighting: Weighting) -> Array:
     return extremum(_reduce, False, segments, x, weighting.where)
 
 
-def _reduce(is_max: bool, segments: Segments, x: Array, of_nothing: Array | float) -> Array:
-    """The extremum of each segment, over all devices; NaN if an element is."""
+def _reduce(is_max: bool, segments: Segments, x: Array, limit: Array | float) -> Array:
+    """The extremum of each segment, over all devices; NaN if an unmasked element is NaN."""
     scatter = lax.scatter_max if is_max else lax.scatter_min
 
     def by_order(x: Array) -> Array:
-        start = order_of(jnp.asarray(of_nothing, x.dtype), is_max)
-        return of_order(segments.combined(scatter, order_of(x, is_max), start), x.dtype)
+        start = as_ordered_integer(jnp.asarray(limit, x.dtype), is_max)
+        return from_ordered_integer(segments.combined(scatter, as_ordered_integer(x, is_max), start), x.dtype)
 
-    here = platforms.on_cpu_or_elsewhere(lambda x: segments.combined(scatter, x, of_nothing), by_order, x)
+    here = platforms.on_cpu_or_elsewhere(lambda x: segments.combined(scatter, x, limit), by_order, x)
     return over_devices(is_max, here, segments.devices)

@@ -13,8 +13,8 @@ from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike, Pytree
-from masksafe._segments._arguments import compute, to_rows
-from masksafe._segments._moves import Segments
+from masksafe._segments._arguments import compute, compute_for_rows
+from masksafe._segments._segments import Segments
 
 
 @public_op
@@ -33,12 +33,12 @@ def segment_logsumexp(
 
     Args:
       data: floats `[N, ...]`; integers become floats.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices, and each gets all of them.
@@ -83,12 +83,12 @@ def segment_softmax(
 
     Args:
       data: floats `[N, ...]`, such as the logits `[edges, heads]` of an attention over a graph; integers become floats.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices; each gets its own rows.
@@ -115,7 +115,7 @@ def segment_softmax(
     """
     op = "segment_softmax"
     data = as_promoted_float_array(op, "data", data)
-    return to_rows(op, _softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
+    return compute_for_rows(op, _softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
 @public_op
@@ -134,12 +134,12 @@ def segment_log_softmax(
 
     Args:
       data: floats `[N, ...]`; integers become floats.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices; each gets its own rows.
@@ -166,24 +166,24 @@ def segment_log_softmax(
     """
     op = "segment_log_softmax"
     data = as_promoted_float_array(op, "data", data)
-    return to_rows(op, _log_softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
+    return compute_for_rows(op, _log_softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
 def _largest(segments: Segments, x: Array, where: Array | None) -> Array:
-    """The largest unmasked element of each segment, in the wide dtype; -inf of nothing. It is a constant."""
+    """The largest unmasked element of each segment, wide, without a derivative; -inf for an empty segment."""
     x = lax.stop_gradient(selected(x, where, -jnp.inf))
     return segments.devices.max(widened(segments.combined(lax.scatter_max, x, -jnp.inf)))
 
 
-def _less(segments: Segments, x: Array, where: Array | None, of_segment: Array) -> Array:
-    """`x` minus the number of its segment; -inf where masked, except in masked rows, which may hold anything."""
-    return selected(widened(x) - segments.spread(of_segment), where, -jnp.inf)
+def _minus(segments: Segments, x: Array, where: Array | None, values: Array) -> Array:
+    """`x` minus the value of its segment; -inf where masked, but a masked row may hold anything."""
+    return selected(widened(x) - segments.spread(values), where, -jnp.inf)
 
 
 def _total(segments: Segments, exps: Array, where: Array | None) -> Array:
-    """The sum of exponentials, of which the largest is 1; for an empty segment 1 as well, so that its logarithm is 0.
+    """The sum of exponentials, at least 1 since the largest is 1; an empty segment also gets 1, whose logarithm is 0.
 
-    It is not compared with 0: XLA for GPUs would keep the zeros from which the sums start, to read them once more.
+    No comparison with 0: XLA for GPUs would keep the zeros from which the sums start, and read them again.
     """
     total = segments.sum(exps, where)
     return jnp.where(total < 1, 1, total)
@@ -195,11 +195,11 @@ def _logsumexp(segments: Segments, x: Array, weighting: Weighting) -> Array:
 
 
 def _logsumexp_with_terms(segments: Segments, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
-    """The result, and what the sum is made of: the exponentials of the differences from the largest, and their sum."""
+    """The result, the exponentials of the differences from the largest element, and their sum."""
     largest = _largest(segments, x, where)
     limit = float(jnp.finfo(largest.dtype).max)
-    shift = jnp.clip(largest, -limit, limit)  # or the sum of a segment would be NaN for its infinity
-    exps = jnp.exp(_less(segments, x, where, shift))
+    shift = jnp.clip(largest, -limit, limit)  # an infinite shift would make the segment NaN
+    exps = jnp.exp(_minus(segments, x, where, shift))
     total = _total(segments, exps, where)
     return largest + jnp.log(total), exps, total
 
@@ -207,26 +207,26 @@ def _logsumexp_with_terms(segments: Segments, x: Array, where: Array | None) -> 
 @_logsumexp.defjvp
 def _derivative_of_logsumexp(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, (where, _) = primals
-    live, x = segments.live(x, where), segments.with_live_derivatives(x, where)
+    unmasked, x = segments.unmasked(x, where), segments.without_masked_derivatives(x, where)
     result, exps, total = _logsumexp_with_terms(segments, x, where)
-    moved = segments.sum(selected(exps, live) * widened(tangents[1]), where)
-    return result.astype(x.dtype), (moved / total).astype(x.dtype)
+    d_total = segments.sum(selected(exps, unmasked) * widened(tangents[1]), where)
+    return result.astype(x.dtype), (d_total / total).astype(x.dtype)
 
 
 @jax.custom_jvp
 def _softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
     where = weighting.where
-    exps = jnp.exp(_less(segments, x, where, _largest(segments, x, where)))
+    exps = jnp.exp(_minus(segments, x, where, _largest(segments, x, where)))
     total = _total(segments, exps, where)
-    return selected(exps / segments.spread(total), segments.live(x, where)).astype(x.dtype)
+    return selected(exps / segments.spread(total), segments.unmasked(x, where)).astype(x.dtype)
 
 
 @_softmax.defjvp
 def _derivative_of_softmax(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, (where, _) = primals
-    live, probs = segments.live(x, where), _softmax(*primals)
-    moved = widened(probs) * widened(selected(tangents[1], live))
-    d_probs = moved - widened(probs) * segments.spread_to_live(segments.sum(moved, where), where)
+    unmasked, probs = segments.unmasked(x, where), _softmax(*primals)
+    terms = widened(probs) * widened(selected(tangents[1], unmasked))
+    d_probs = terms - widened(probs) * segments.spread_to_unmasked(segments.sum(terms, where), where)
     return probs, d_probs.astype(x.dtype)
 
 
@@ -238,16 +238,16 @@ def _log_softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
 def _wide_log_softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
     where = weighting.where
     largest = _largest(segments, x, where)
-    total = _total(segments, jnp.exp(_less(segments, x, where, largest)), where)
-    log_probs = _less(segments, x, where, platforms.unfused(largest)) - segments.spread_once(jnp.log(total))
-    return selected(log_probs, segments.live(x, where), -jnp.inf)
+    total = _total(segments, jnp.exp(_minus(segments, x, where, largest)), where)
+    log_probs = _minus(segments, x, where, platforms.unfused(largest)) - segments.spread_once(jnp.log(total))
+    return selected(log_probs, segments.unmasked(x, where), -jnp.inf)
 
 
 @_wide_log_softmax.defjvp
 def _derivative_of_log_softmax(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, (where, _) = primals
     log_probs = platforms.unfused(_wide_log_softmax(*primals))
-    moved = widened(selected(tangents[1], segments.live(x, where)))
-    # With its sign last: the transpose then adds up cotangents as they are, and makes no copy of them.
-    mean = segments.sum(jnp.exp(log_probs) * moved, where)
-    return log_probs, moved + segments.spread_to_live(-mean, where)
+    d_x = widened(selected(tangents[1], segments.unmasked(x, where)))
+    # The sign comes last: so the transpose sums the cotangents as they are, without a copy.
+    mean = segments.sum(jnp.exp(log_probs) * d_x, where)
+    return log_probs, d_x + segments.spread_to_unmasked(-mean, where)

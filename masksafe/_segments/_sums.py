@@ -11,7 +11,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import compute
-from masksafe._segments._moves import Segments, average
+from masksafe._segments._segments import Segments, average
 
 
 @public_op
@@ -31,14 +31,14 @@ def segment_sum(
 
     Args:
       data: an array `[N, ...]`.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
       weights: non-negative numbers `[N]` or of the shape of `data`; None means 1. An element of weight 0 takes no part,
         even if it is NaN; a negative weight is NaN.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices, and each gets all of them.
@@ -88,14 +88,14 @@ def segment_mean(
 
     Args:
       data: an array `[N, ...]`; integers and booleans are averaged as floats.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
       weights: non-negative numbers `[N]` or of the shape of `data`; None means 1. An element of weight 0 takes no part,
         even if it is NaN; a negative weight is NaN.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices, and each gets all of them.

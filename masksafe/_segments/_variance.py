@@ -1,7 +1,7 @@
 """The variance of the unmasked rows of each segment, and rows made standard by it.
 
-A mean has two parts: an element of the segment, and the mean of the deviations from it. So there are no digits to lose
-to a common offset, and a segment of equal elements has a variance of exactly 0.
+A mean has two parts: an element of the segment, and the mean of the deviations from it. So a
+common offset costs no digits, and a segment of equal elements has a variance of exactly 0.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike, Pytree
-from masksafe._segments._arguments import compute, to_rows
-from masksafe._segments._moves import Segments, average
+from masksafe._segments._arguments import compute, compute_for_rows
+from masksafe._segments._segments import Segments, average
 
 
 @public_op
@@ -47,14 +47,14 @@ def segment_var(
 
     Args:
       data: a real array `[N, ...]`; integers and booleans count as floats.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
       weights: non-negative numbers `[N]` or of the shape of `data`; None means 1. An element of weight 0 takes no part,
         even if it is NaN; a negative weight is NaN.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices, and each gets all of them.
@@ -103,12 +103,12 @@ def segment_standardize(
 
     Args:
       data: floats `[N, ...]`; integers become floats.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       epsilon: added to the variance; 0 or more.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
@@ -139,7 +139,7 @@ def segment_standardize(
     op = "segment_standardize"
     data, options = as_promoted_float_array(op, "data", data), (as_epsilon(op, epsilon),)
     args = data, segment_ids, num_segments, where, indices_are_sorted, axis_name
-    return to_rows(op, _standardize, *args, options=options)
+    return compute_for_rows(op, _standardize, *args, options=options)
 
 
 class _Mean(NamedTuple):
@@ -159,46 +159,46 @@ class _SegmentMoments(NamedTuple):
 
 def _moments(segments: Segments, x: Array, weighting: Weighting) -> _SegmentMoments:
     where, weights = weighting
-    counted = where if weights is None else both(where, weights != 0)  # a mean is far from what has no weight in it
+    counted = where if weights is None else both(where, weights != 0)  # an element of weight 0 may be far from the mean
     centre, weight = lax.stop_gradient(_unmasked_element(segments, x, counted)), segments.weight(x, weighting)
     centre = centre if weights is None else jnp.where(weight == 0, 0, centre)
     mean_of = lambda d: average(segments.sum(d, where), weight, weighting)  # noqa: E731
     from_centre = selected(widened(x) - segments.spread(centre), where)
-    # XLA takes each unfused mean for another one. Of the same it would keep what it brings to the rows, at the size of
-    # the data, for the next deviations.
+    # Unfused twice, so that XLA does not see one mean: it would keep the deviations from it, which have the size of the
+    # data, for the next use.
     mean = platforms.unfused(_Mean(centre, mean_of(weighted(from_centre, weights))))
     deviations = _deviations(segments, x, where, mean)
-    # By the weight first: a square may overflow, and that times 0 is NaN.
+    # The weight comes before the square, which may overflow: infinity times 0 is NaN.
     variance = mean_of(weighted(deviations, weights) * deviations)
-    # That of equal elements is the rounding error of the remainder; one rounding step of an element is far more.
+    # For equal elements it is a rounding error of the remainder, far below one rounding step of an element.
     rounding = jnp.square(4 * jnp.finfo(variance.dtype).eps * mean.remainder)
     variance = jnp.where((variance <= rounding) & (variance < jnp.inf), 0, variance)  # both may overflow
     return _SegmentMoments(platforms.unfused(mean), variance, weight)
 
 
 def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Array:
-    """An unmasked element of each segment, in the wide dtype, and the average of these over devices.
+    """An unmasked element of each segment, wide; over devices, the average of their elements.
 
-    Of nothing it may be anything: no row is there to be compared with it.
+    For an empty segment it may be anything, since no row is compared with it.
     """
     number = jnp.arange(x.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
     # Unknown while XLA compiles, which must not compute it: a caller may have made ids and masks constant.
     start = unfolded.unknown(-1, jnp.int32)
-    last = segments.combined(lax.scatter_max, jnp.where(segments.live(x, where), number, -1), start)
+    last = segments.combined(lax.scatter_max, jnp.where(segments.unmasked(x, where), number, -1), start)
     if all(n == 1 for n in last.shape[1:]):
-        found = widened(dataclasses.replace(segments, ids=jnp.maximum(last, 0).reshape(-1)).spread(x))
+        elements = widened(dataclasses.replace(segments, ids=jnp.maximum(last, 0).reshape(-1)).spread(x))
     else:
         last = jnp.broadcast_to(last, (segments.number, *x.shape[1:]))
-        found = widened(jnp.take_along_axis(x, jnp.maximum(last, 0), 0))
+        elements = widened(jnp.take_along_axis(x, jnp.maximum(last, 0), 0))
     if not segments.devices.are_many:
-        return found
-    has_one = (last >= 0).astype(found.dtype)
-    share = has_one / jnp.maximum(segments.devices.sum(has_one), 1)  # before the sum, which might overflow
-    return segments.devices.sum(selected(found, last >= 0) * share)
+        return elements
+    has_element = (last >= 0).astype(elements.dtype)
+    share = has_element / jnp.maximum(segments.devices.sum(has_element), 1)  # before the sum, which might overflow
+    return segments.devices.sum(selected(elements, last >= 0) * share)
 
 
 def _deviations(segments: Segments, x: Array, where: Array | None, mean: _Mean) -> Array:
-    """The deviation of each element from the mean of its segment; anything in masked rows."""
+    """The deviation of each element from the mean of its segment; masked rows may hold anything."""
     return selected(widened(x) - segments.spread(mean.centre) - segments.spread(mean.remainder), where)
 
 
@@ -209,19 +209,19 @@ def _var(segments: Segments, x: Array, weighting: Weighting) -> Array:
 
 @functools.partial(_var.defjvp, symbolic_zeros=True)
 def _derivative_of_variance(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
-    """The mean moves as well, but the deviations from it have no sum."""
+    """The derivative of the mean drops out, since the deviations sum to 0."""
     (segments, x, weighting), (_, d_x, (_, d_weights)) = primals, tangents
-    x = segments.with_live_derivatives(x, weighting.where)
+    x = segments.without_masked_derivatives(x, weighting.where)
     mean, variance, weight = _moments(segments, x, weighting)
-    deviations = selected(_deviations(segments, x, weighting.where, mean), segments.live(x, weighting.where))
+    deviations = selected(_deviations(segments, x, weighting.where, mean), segments.unmasked(x, weighting.where))
     tangent = jnp.zeros_like(variance)
     if not isinstance(d_x, SymbolicZero):
-        moved = 2 * weighted(deviations, weighting.weights) * widened(d_x)
-        tangent += average(segments.sum(moved, weighting.where), weight, weighting)
+        terms = 2 * weighted(deviations, weighting.weights) * widened(d_x)
+        tangent += average(segments.sum(terms, weighting.where), weight, weighting)
     if not isinstance(d_weights, SymbolicZero | None):
         d_weights = d_weights.astype(deviations.dtype)
-        moved = d_weights * deviations * deviations - d_weights * segments.spread(variance)
-        tangent += average(segments.sum(moved, weighting.where), weight, weighting)
+        terms = d_weights * deviations * deviations - d_weights * segments.spread(variance)
+        tangent += average(segments.sum(terms, weighting.where), weight, weighting)
     return variance.astype(float_dtype(x.dtype)), tangent.astype(float_dtype(x.dtype))
 
 
@@ -233,14 +233,14 @@ def _standardize(epsilon: float, segments: Segments, x: Array, weighting: Weight
 def _standard(epsilon: float, segments: Segments, x: Array, weighting: Weighting) -> tuple[Array, Array, Array]:
     """The standardized elements, the factor of each segment, and the number of its elements."""
     mean, variance, number = _moments(segments, x, weighting)
-    live, deviation = segments.live(x, weighting.where), _root(variance + epsilon)
+    unmasked, deviation = segments.unmasked(x, weighting.where), _root(variance + epsilon)
     # XLA treats a quotient as expensive, so that later uses read it rather than compute it again.
-    deviations = selected(_deviations(segments, x, weighting.where, mean), live)
-    return deviations / selected(segments.spread_once(deviation), live, 1), 1 / deviation, number
+    deviations = selected(_deviations(segments, x, weighting.where, mean), unmasked)
+    return deviations / selected(segments.spread_once(deviation), unmasked, 1), 1 / deviation, number
 
 
 def _root(variance: Array) -> Array:
-    """The square root; infinity for 0, so that 0 divided by it is 0 and has a derivative of 0."""
+    """The square root as a divisor: infinity for 0, so that 0 divided by it is 0, with a derivative of 0."""
     is_zero = variance == 0
     return jnp.where(is_zero, jnp.inf, jnp.sqrt(jnp.where(is_zero, 1, variance)))
 
@@ -249,12 +249,12 @@ def _root(variance: Array) -> Array:
 def _derivative_of_standard(epsilon: float, primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, weighting = primals
     where = weighting.where
-    live, x = segments.live(x, where), segments.with_live_derivatives(x, where)
+    unmasked, x = segments.unmasked(x, where), segments.without_masked_derivatives(x, where)
     y, factor, number = _standard(epsilon, segments, x, weighting)
     y = platforms.unfused(y)
-    d_x = widened(selected(tangents[1], live))
-    # By the factor, with its sign, last: the transpose then adds up cotangents as they are, and makes no copy of them.
+    d_x = widened(selected(tangents[1], unmasked))
+    # The factor and its sign come last: so the transpose sums the cotangents as they are, without a copy.
     mean_of = lambda d: average(segments.sum(d, where), number, weighting)  # noqa: E731
-    moved = lambda d: segments.spread_to_live(-factor * mean_of(d), where)  # noqa: E731
-    d_y = selected(segments.spread_once(-factor) * -d_x, live) + moved(d_x) + y * moved(d_x * y)
+    spread_mean = lambda d: segments.spread_to_unmasked(-factor * mean_of(d), where)  # noqa: E731
+    d_y = selected(segments.spread_once(-factor) * -d_x, unmasked) + spread_mean(d_x) + y * spread_mean(d_x * y)
     return y.astype(x.dtype), d_y.astype(x.dtype)

@@ -1,6 +1,6 @@
-"""What the norms of `flax.nnx` and `flax.linen` have in common, which is all but their parameters.
+"""What the norms of `flax.nnx` and `flax.linen` share: everything but their parameters.
 
-A `layer` is a module of either: the options have the same names in both. flax is not imported here.
+A `layer` is a module of either library, whose options have the same names. flax is not imported here.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def axes_of(layer: Any, x: Array, axes: Any) -> Axes:
 
 
 def dtype_of(layer: Any, x: Any, *parameters: Array | None) -> Any:
-    """The dtype of the result, as flax has it: that of the layer, or the one to which all promote."""
+    """The dtype of the result, as in flax: that of the layer, or the one to which all arrays promote."""
     if layer.dtype is not None:
         return layer.dtype
     dtype = jnp.result_type(x, *(p for p in parameters if p is not None))
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(jnp.float32, dtype)
 
 
-def normalize_rows(
+def apply_row_norm(
     layer: Any, op: Callable[..., Array], x: Array, scale: Array | None, bias: Array | None, mask: Any
 ) -> Array:
-    """`op`, a norm of rows, where the parameters may lie along other axes than those that are normalised."""
+    """`op`, a norm of rows, whose parameters may lie along other axes than the normalised ones."""
     x, where, dtype = _read(layer, x, mask, scale, bias)
     rows, features = (axes_of(layer, x, axes) for axes in (layer.reduction_axes, layer.feature_axes))
     _check_features(layer, x, features, scale, bias)
@@ -51,23 +51,23 @@ def normalize_rows(
     return masks.selected(y, where).astype(dtype)
 
 
-def normalize_groups(
+def apply_group_norm(
     layer: Any, x: Array, num_groups: int, scale: Array | None, bias: Array | None, mask: Any
 ) -> Array:
-    """`group_norm`, where `reduction_axes` may leave other axes than the first to the samples."""
+    """`group_norm`, where `reduction_axes` may leave any axes to the samples."""
     x, where, dtype = _read(layer, x, mask, scale, bias)
     _check_features(layer, x, (x.ndim - 1,), scale, bias)
     given = layer.reduction_axes
     rows = axes_of(layer, x, (*range(1, x.ndim - 1), -1) if given is None else given)
     if x.ndim - 1 not in rows:
-        expected = "axes with the last one, which is that of the features"
+        expected = "axes that include the last one, that of the features"
         raise ValueError(arguments.message(_name(layer), "reduction_axes", f"value {given}", expected))
-    of_samples = [a for a in range(x.ndim) if a not in rows]
-    order = [*of_samples, *rows]
+    sample_axes = [a for a in range(x.ndim) if a not in rows]
+    order = [*sample_axes, *rows]
 
     def samples_first(array: Array) -> Array:
-        shape = [(x if a in of_samples else array).shape[a] for a in range(x.ndim)]
-        samples = math.prod(shape[a] for a in of_samples)
+        shape = [(x if a in sample_axes else array).shape[a] for a in range(x.ndim)]
+        samples = math.prod(shape[a] for a in sample_axes)
         return jnp.broadcast_to(array, shape).transpose(order).reshape(samples, *(shape[a] for a in rows))
 
     where = None if where is None else samples_first(where)
@@ -77,7 +77,7 @@ def normalize_groups(
     return y.reshape([x.shape[a] for a in order]).transpose(back).astype(dtype)
 
 
-def normalize_batch(
+def apply_batch_norm(
     layer: Any,
     x: Array,
     scale: Array | None,
@@ -110,13 +110,13 @@ def normalize_batch(
 
 
 def _read(layer: Any, x: Any, mask: Any, *parameters: Array | None) -> tuple[Array, Array | None, Any]:
-    """`x` in the dtype of the result, unless it is wider, the mask at its rank, and that dtype."""
+    """`x` in the dtype of the result or a wider one, the mask at its rank, and the dtype of the result."""
     name = _name(layer)
     if layer.axis_index_groups is not None:
         found, hint = f"value {layer.axis_index_groups}", "The statistics are those of all devices of axis_name."
         raise ValueError(arguments.message(name, "axis_index_groups", found, "None", hint))
     x, dtype = arguments.as_array(name, "x", x), dtype_of(layer, x, *parameters)
-    x = arguments.as_float_array(name, "x", x.astype(jnp.promote_types(x.dtype, dtype)), of_any_width=True)
+    x = arguments.as_float_array(name, "x", x.astype(jnp.promote_types(x.dtype, dtype)), any_width=True)
     if mask is None:
         return x, None, dtype
     where = arguments.as_array(name, "mask", mask).astype(bool)  # flax's masks may be numbers
@@ -128,7 +128,10 @@ def _check_features(layer: Any, x: Array, features: Axes, *parameters: Array | N
     number = math.prod(x.shape[a] for a in features)
     for parameter in parameters:
         if parameter is not None and parameter.size != number:
-            found, expected = f"{number} features in shape {x.shape}", f"{parameter.size}, as many as of the parameters"
+            found, expected = (
+                f"{number} features in shape {x.shape}",
+                f"{parameter.size} features, the size of the parameters",
+            )
             raise ValueError(arguments.message(_name(layer), "x", found, expected))
 
 

@@ -1,8 +1,8 @@
 """equinox's layers, computed by masksafe: to move a model, change the import.
 
 Each class is a subclass of equinox's class of its name, with its constructor and its fields. So checkpoints of one load
-into the other. equinox is imported here and nowhere else. A type checker takes each class for a dataclass of its
-fields, so it is told of the constructor.
+into the other. equinox is imported here and nowhere else. A type checker sees each class as a dataclass of its
+fields, so its constructor is declared.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class GroupNorm(equinox.nn.GroupNorm):  # type: ignore[misc]
           where: booleans that broadcast to the shape of `x`, so a mask of positions needs no axis for the channels.
         """
         del key
-        x = as_float_array("GroupNorm", "x", x, of_any_width=True)
+        x = as_float_array("GroupNorm", "x", x, any_width=True)
         out = group_norm(x, self.groups, self.weight, self.bias, axis=0, where=where, epsilon=self.eps)
         return _with_state(out, state)
 
@@ -136,9 +136,9 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
       >>> from masksafe.adapters.equinox import BatchNorm
       >>> layer, state = equinox.nn.make_with_state(BatchNorm)(2, "batch", mode="batch", eps=0.0)
       >>> x = jnp.array([[1.0, 5.0], [3.0, jnp.nan], [jnp.nan, jnp.nan]])
-      >>> def of_sample(x, where):
+      >>> def normalize(x, where):
       ...     return layer(x, state, where=where)
-      >>> over_batch = jax.vmap(of_sample, out_axes=(0, None), axis_name="batch")
+      >>> over_batch = jax.vmap(normalize, out_axes=(0, None), axis_name="batch")
       >>> out, state = over_batch(x, ~jnp.isnan(x))
       >>> print(out)
       [[-1.  0.]
@@ -168,52 +168,53 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
         running = state.get(self.ema_state_index if is_ema else self.batch_state_index)
         promoted = (running[0] if is_ema or inference else None, self.weight, self.bias)
         dtype = jnp.result_type(x, *(a for a in promoted if a is not None))
-        x = as_promoted_float_array("BatchNorm", "x", x.astype(dtype), of_any_width=True)
+        x = as_promoted_float_array("BatchNorm", "x", x.astype(dtype), any_width=True)
         normalized = functools.partial(batch_norm, x, self.weight, self.bias, axis=0, where=where, epsilon=self.eps)
         if inference:
             divisor = 1 if is_ema else self._weight_of_past(state.get(self.batch_counter))
             mean, var = (statistic / divisor for statistic in running)
             return normalized(mean=mean, var=var)[0], state
         lax.psum(1, self.axis_name)  # equinox's NameError where there is no such axis
-        y, *of_batch = normalized(axis_name=self.axis_name)
-        is_live = jnp.ones(1, bool) if where is None else _is_live(where, self.axis_name)
+        y, *batch_statistics = normalized(axis_name=self.axis_name)
+        has_unmasked = jnp.ones(1, bool) if where is None else _has_unmasked(where, self.axis_name)
         if not is_ema:
-            return y, self._updated(state, of_batch, is_live)
-        state, (mean, var) = self._updated_ema(state, of_batch, is_live)
+            return y, self._updated(state, batch_statistics, has_unmasked)
+        state, (mean, var) = self._updated_ema(state, batch_statistics, has_unmasked)
         return normalized(mean=mean, var=var)[0], state
 
-    def _updated(self, state: Any, of_batch: list[Array], is_live: Array) -> Any:
+    def _updated(self, state: Any, batch_statistics: list[Array], has_unmasked: Array) -> Any:
         """The state of mode "batch" after a batch."""
         before = state.get(self.batch_counter)
-        after = jnp.where(jnp.any(is_live), before + 1, before)
-        kept = self._weight_of_past(after) / self._weight_of_past(before)  # so that the same is divided out again
+        after = jnp.where(jnp.any(has_unmasked), before + 1, before)
+        # A feature without unmasked elements keeps its statistics: equinox divides them by the new weight.
+        rescaling = self._weight_of_past(after) / self._weight_of_past(before)
 
         def update(old: Array, new: Array) -> Array:
             wide = old.astype(new.dtype)
             blend = wide * self.momentum + new * (1 - self.momentum)
-            return jnp.where(is_live, blend, wide * kept.astype(new.dtype)).astype(old.dtype)
+            return jnp.where(has_unmasked, blend, wide * rescaling.astype(new.dtype)).astype(old.dtype)
 
         state = state.set(self.batch_counter, after)
         old = state.get(self.batch_state_index)
-        return state.set(self.batch_state_index, tuple(map(update, old, of_batch)))
+        return state.set(self.batch_state_index, tuple(map(update, old, batch_statistics)))
 
     def _weight_of_past(self, counter: Array) -> Array:
-        """By what equinox divides the statistics of mode "batch" at inference."""
+        """The divisor of the statistics of mode "batch" in equinox's inference."""
         return jnp.where(counter == 0, 1, 1 - self.momentum**counter)
 
-    def _updated_ema(self, state: Any, of_batch: list[Array], is_live: Array) -> tuple[Any, list[Array]]:
+    def _updated_ema(self, state: Any, batch_statistics: list[Array], has_unmasked: Array) -> tuple[Any, list[Array]]:
         """The state of mode "ema" after a batch, and the statistics in it before they are rounded to its dtype."""
         is_first = state.get(self.ema_first_time_index)
 
         def update(old: Array, new: Array, start: float) -> Array:
             wide = old.astype(new.dtype)
             blend = (1 - self.momentum) * new + self.momentum * wide
-            kept = jnp.where(is_first & jnp.any(is_live), start, wide)
-            return jnp.where(is_live, jnp.where(is_first, new, blend), kept)
+            unchanged = jnp.where(is_first & jnp.any(has_unmasked), start, wide)
+            return jnp.where(has_unmasked, jnp.where(is_first, new, blend), unchanged)
 
         old = state.get(self.ema_state_index)
-        updated = [update(*statistics) for statistics in zip(old, of_batch, (0.0, 1.0), strict=True)]
-        state = state.set(self.ema_first_time_index, is_first & ~jnp.any(is_live))
+        updated = [update(*statistics) for statistics in zip(old, batch_statistics, (0.0, 1.0), strict=True)]
+        state = state.set(self.ema_first_time_index, is_first & ~jnp.any(has_unmasked))
         rounded = tuple(new.astype(statistic.dtype) for new, statistic in zip(updated, old, strict=True))
         return state.set(self.ema_state_index, rounded), updated
 
@@ -275,15 +276,15 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         (time, _), (keys, _) = query.shape, key_.shape
         if value.shape[0] != keys:
             raise ValueError(message(name, "value", f"{value.shape[0]} rows", f"{keys}, as many as of key_"))
-        is_seeing = None
+        sees_any = None
         if mask is not None:
             pairs = self.num_heads, time, keys
             where = as_array(name, "mask", mask).astype(bool)  # equinox's masks may be numbers
             mask = at_rank_of(name, "mask", where, pairs, "heads, queries and keys")
-            is_seeing, is_seen = (jnp.expand_dims(any_of(mask, axes), 1) for axes in ((0, 2), (0, 1)))
+            sees_any, is_seen = (jnp.expand_dims(any_of(mask, axes), 1) for axes in ((0, 2), (0, 1)))
             # Before the projections, in whose gradients a NaN of a masked row would meet a cotangent of 0. Rows of 1,
             # since process_heads may have no derivative at 0.
-            query, key_, value = selected(query, is_seeing, 1), selected(key_, is_seen, 1), selected(value, is_seen, 1)
+            query, key_, value = selected(query, sees_any, 1), selected(key_, is_seen, 1), selected(value, is_seen, 1)
         projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
         heads = [self._heads(jax.vmap(project)(x)) for project, x in projections]
         if process_heads is not None:
@@ -293,7 +294,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         q, k, v = (x.astype(jnp.result_type(*heads)) for x in heads)
         rate, dropout_key = self._dropout(key, inference)
         out = dot_product_attention(q, k, v, mask=mask, dropout_rate=rate, dropout_key=dropout_key)
-        return selected(jax.vmap(self.output_proj)(out.reshape(time, math.prod(out.shape[1:]))), is_seeing)
+        return selected(jax.vmap(self.output_proj)(out.reshape(time, math.prod(out.shape[1:]))), sees_any)
 
     def _heads(self, projected: Array) -> Array:
         length, width = projected.shape
@@ -312,7 +313,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
 
 
 def _as_sample(layer: str, x: Array, shape: tuple[int, ...]) -> Array:
-    x = as_float_array(layer, "x", x, of_any_width=True)
+    x = as_float_array(layer, "x", x, any_width=True)
     if x.shape != shape:
         hint = "Write jax.vmap(layer) for a batch."
         raise ValueError(message(layer, "x", f"shape {x.shape}", f"shape {shape}, that of the layer", hint))
@@ -323,7 +324,7 @@ def _with_state(out: Array, state: Any) -> Any:
     return out if state is _NO_STATE else (out, state)
 
 
-def _is_live(where: Array, axis_name: Any) -> Array:
-    """Of each channel, or of all at once, whether the batch has an unmasked element."""
+def _has_unmasked(where: Array, axis_name: Any) -> Array:
+    """Whether the batch has an unmasked element, for each channel or for all at once."""
     names = axis_name if isinstance(axis_name, str) else tuple(axis_name)
     return Devices(names).any(any_of(where, range(1, where.ndim)))

@@ -45,7 +45,7 @@ class LayerNorm(linen.LayerNorm):  # type: ignore[misc]
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         x = jnp.asarray(x)
         scale, bias = _parameters(self, x, _flax_norms.axes_of(self, x, self.feature_axes))
-        return _flax_norms.normalize_rows(self, layer_norm, x, scale, bias, mask)
+        return _flax_norms.apply_row_norm(self, layer_norm, x, scale, bias, mask)
 
 
 class RMSNorm(linen.RMSNorm):  # type: ignore[misc]
@@ -65,7 +65,7 @@ class RMSNorm(linen.RMSNorm):  # type: ignore[misc]
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         x = jnp.asarray(x)
         scale, _ = _parameters(self, x, _flax_norms.axes_of(self, x, self.feature_axes))
-        return _flax_norms.normalize_rows(self, rms_norm, x, scale, None, mask)
+        return _flax_norms.apply_row_norm(self, rms_norm, x, scale, None, mask)
 
 
 class GroupNorm(linen.GroupNorm):  # type: ignore[misc]
@@ -95,7 +95,7 @@ class GroupNorm(linen.GroupNorm):  # type: ignore[misc]
                 raise ValueError(message("GroupNorm", "group_size", f"value {self.group_size}", expected))
             num_groups = channels // self.group_size
         scale, bias = _parameters(self, x, (x.ndim - 1,))
-        return _flax_norms.normalize_groups(self, x, num_groups, scale, bias, mask)
+        return _flax_norms.apply_group_norm(self, x, num_groups, scale, bias, mask)
 
 
 class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
@@ -127,32 +127,32 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
         uses_average = linen.merge_param("use_running_average", self.use_running_average, use_running_average)
         features = _flax_norms.axes_of(self, x, self.axis)
         shape = [x.shape[a] for a in features]
-        of_averages = jnp.float32 if self.force_float32_reductions else self.param_dtype
-        mean_average = self.variable("batch_stats", "mean", jnp.zeros, shape, of_averages)
-        var_average = self.variable("batch_stats", "var", jnp.ones, shape, of_averages)
+        average_dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
+        mean_average = self.variable("batch_stats", "mean", jnp.zeros, shape, average_dtype)
+        var_average = self.variable("batch_stats", "var", jnp.ones, shape, average_dtype)
         scale, bias = _parameters(self, x, features)
         if uses_average:
             mean, var = mean_average.value, var_average.value
-            return _flax_norms.normalize_batch(self, x, scale, bias, mask, mean=mean, var=var)[0]
+            return _flax_norms.apply_batch_norm(self, x, scale, bias, mask, mean=mean, var=var)[0]
         axis_name = None if self.is_initializing() else self.axis_name
-        y, step, mean, var = _flax_norms.normalize_batch(self, x, scale, bias, mask, axis_name=axis_name)
+        y, step, mean, var = _flax_norms.apply_batch_norm(self, x, scale, bias, mask, axis_name=axis_name)
         if not self.is_initializing():
-            of_statistics = _flax_norms.dtype_of(self, x)
+            statistic_dtype = _flax_norms.dtype_of(self, x)
             if self.force_float32_reductions:
-                of_statistics = jnp.promote_types(of_statistics, jnp.float32)
+                statistic_dtype = jnp.promote_types(statistic_dtype, jnp.float32)
             for average, statistic in ((mean_average, mean), (var_average, var)):
-                average.value = step(average.value, statistic.astype(of_statistics))
+                average.value = step(average.value, statistic.astype(statistic_dtype))
         return y
 
 
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):  # type: ignore[misc]
     """`flax.linen.MultiHeadDotProductAttention`, whose `attention_fn` is `masksafe.adapters.flax_attention`.
 
-    A position is masked if `mask` leaves none of its pairs: the output of such a query is 0, without the bias of the
-    projection, and what such a query, key or value holds changes no output and no gradient. What another `attention_fn`
-    masks is masked in the attention, and not in the projections. A step of decoding sees the cache up to its own
-    key. A later query may see a key that its own query does not: such a key and value stay in the cache, with 0 for the
-    NaN and infinity of their inputs.
+    A position is masked if `mask` masks all of its pairs. Such a query has output 0, without the bias of the
+    projection; such a query, key or value has no influence on any output or gradient. Masks of another `attention_fn`
+    hold in the attention, but not in the projections. A step of decoding sees the cache up to its own key. A later
+    query may see a key that its own query does not: such a key and value stay in the cache, with 0 for NaN and infinity
+    in their inputs.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -45,7 +45,7 @@ class LayerNorm(nnx.LayerNorm):  # type: ignore[misc]
 
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         promoted, scale, bias = _promoted(self, x, self.scale, self.bias)
-        return _flax_norms.normalize_rows(self, layer_norm, promoted, scale, bias, mask)
+        return _flax_norms.apply_row_norm(self, layer_norm, promoted, scale, bias, mask)
 
 
 class RMSNorm(nnx.RMSNorm):  # type: ignore[misc]
@@ -63,7 +63,7 @@ class RMSNorm(nnx.RMSNorm):  # type: ignore[misc]
 
     def __call__(self, x: ArrayLike, mask: ArrayLike | None = None) -> Array:
         promoted, scale = _promoted(self, x, self.scale)
-        return _flax_norms.normalize_rows(self, rms_norm, promoted, scale, None, mask)
+        return _flax_norms.apply_row_norm(self, rms_norm, promoted, scale, None, mask)
 
 
 class GroupNorm(nnx.GroupNorm):  # type: ignore[misc]
@@ -82,7 +82,7 @@ class GroupNorm(nnx.GroupNorm):  # type: ignore[misc]
 
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         promoted, scale, bias = _promoted(self, x, self.scale, self.bias)
-        return _flax_norms.normalize_groups(self, promoted, self.num_groups, scale, bias, mask)
+        return _flax_norms.apply_group_norm(self, promoted, self.num_groups, scale, bias, mask)
 
 
 class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
@@ -112,8 +112,8 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
         uses_average = first_from(use_running_average, self.use_running_average, error_msg=error)
         promoted, mean, var, scale, bias = _promoted(self, x, self.mean, self.var, self.scale, self.bias)
         if uses_average:
-            return _flax_norms.normalize_batch(self, promoted, scale, bias, mask, mean=mean, var=var)[0]
-        y, step, mean, var = _flax_norms.normalize_batch(self, promoted, scale, bias, mask, axis_name=self.axis_name)
+            return _flax_norms.apply_batch_norm(self, promoted, scale, bias, mask, mean=mean, var=var)[0]
+        y, step, mean, var = _flax_norms.apply_batch_norm(self, promoted, scale, bias, mask, axis_name=self.axis_name)
         for average, statistic in ((self.mean, mean), (self.var, var)):
             average[...] = jax.lax.stop_gradient(step(average[...], statistic))
         return y
@@ -122,11 +122,11 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
 class MultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc]
     """`flax.nnx.MultiHeadAttention`, whose `attention_fn` is by default `masksafe.adapters.flax_attention`.
 
-    A position is masked if `mask` with `is_causal` leaves none of its pairs: the output of such a query is 0,
-    without the bias of the projection, and what such a query, key or value holds changes no output and no gradient.
-    What an `attention_fn` masks besides is masked in the attention, and not in the projections. A step of decoding sees
-    the cache up to its own key. A later query may see a key that its own query does not: such a key and value stay in
-    the cache, with 0 for the NaN and infinity of their inputs.
+    A position is masked if `mask` and `is_causal` mask all of its pairs. Such a query has output 0, without the bias of
+    the projection; such a query, key or value has no influence on any output or gradient. Other masks of an
+    `attention_fn` hold in the attention, but not in the projections. A step of decoding sees the cache up to its own
+    key. A later query may see a key that its own query does not: such a key and value stay in the cache, with 0 for NaN
+    and infinity in their inputs.
 
     Example:
       >>> import jax.numpy as jnp
@@ -214,7 +214,7 @@ class Mean(nnx.Metric):  # type: ignore[misc]
 
 
 class Accuracy(Mean):
-    """The part of the unmasked labels that are predicted, of all batches: `flax.nnx.metrics.Accuracy`.
+    """The share of the unmasked labels of all batches that are predicted: `flax.nnx.metrics.Accuracy`.
 
     The prediction is the class of the largest logit, the lowest of several; with a threshold, whether the logit reaches
     it, and labels above 0 are positive. A NaN predicts nothing, and no label out of range is predicted.

@@ -1,4 +1,4 @@
-"""The public function: checks the arguments, brings them to one form and calls an implementation."""
+"""The public function: it checks the arguments, brings them to one form, and calls an implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from masksafe._core import arguments, platforms, sharding
 from masksafe._core.arguments import message
 from masksafe._core.label_checks import nan_where_bad
 from masksafe._core.masks import as_mask, either
-from masksafe._core.own_shard_map import is_checkified
+from masksafe._core.per_device import is_checkified
 from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
@@ -150,8 +150,9 @@ def dot_product_attention(
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
         of the two may be negative, but not their sum: -1 is not a window without an end.
-      implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, "splash" JAX's, or an error if it cannot
-        run; None takes them on CUDA and TPUs where they can. A function with `jax.nn`'s keywords is your own kernel.
+      implementation: "xla" computes in blocks, "cudnn" by cuDNN's kernel, "splash" by JAX's for TPUs; a kernel that is
+        named but cannot run is an error. None takes cuDNN's on CUDA and JAX's on TPUs where they can run. A function
+        with `jax.nn`'s keywords is your own kernel.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
       key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment.
@@ -184,7 +185,7 @@ def dot_product_attention(
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
         columns; so does an element beyond 2^62 / sqrt(width), also times the scale: 2^59 for a width of 64.
-        One in a cotangent does so to the gradients of the keys and values that its query sees.
+        One in a cotangent makes the gradients of the keys and values that its query sees NaN.
       * A query with a NaN whose output gets no cotangent takes no part in the gradient. So padded queries need no mask
         here if the loss masks them.
 
@@ -224,8 +225,8 @@ def dot_product_attention(
     is_named = implementation == "splash" or callable(implementation)
     knows_numbers = axis_name is not None or is_named or arguments.is_staged(q, k, v)
     static_scale, scale = check.as_scale(scale, q, knows_numbers)
-    of_both = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
-    arguments.check_both_or_none(OP, "For self-attention give the same ids twice.", **of_both)
+    segment_ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
+    arguments.check_both_or_none(OP, "For self-attention give the same ids twice.", **segment_ids)
     if isinstance(mask_mod, AttentionMask):
         check_samples(OP, "mask_mod", mask_mod, math.prod(q.shape[:-3]))
     arrays = Arrays(
@@ -250,7 +251,7 @@ def dot_product_attention(
         check.bad_lengths("key_value_seq_lengths", arrays.key_lengths, num_keys, q),
     )
     has_positions = query_positions is not None or key_positions is not None
-    has_mods = score_mod is not None or mask_mod is not None  # which get the position with the offset
+    has_mods = score_mod is not None or mask_mod is not None  # they get the position with the offset
     is_known = not has_positions and (arrays.offset is None or (knows_numbers and not has_mods))
     is_static = is_known and isinstance(causal_offset, numbers.Integral)
     arrays = arrays._replace(offset=None) if is_static else arrays
@@ -273,7 +274,7 @@ def dot_product_attention(
 
 
 def _choose_kernels(implementation: object, plan: Plan, arrays: Arrays, return_residual: bool) -> Kernels:
-    """Which kernels of other libraries are named, or may be taken without."""
+    """Which kernels of other libraries are named, or may be taken."""
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
     if plan.function is not None:
         _callable.check(plan, given)
@@ -294,9 +295,9 @@ def _choose_kernels(implementation: object, plan: Plan, arrays: Arrays, return_r
 def _attend(
     plan: Plan, axis_name: AxisName, kernels: Kernels, is_checkified: bool, arrays: Arrays
 ) -> tuple[Array, Array]:
-    """The output and the logsumexp: one program for an eager call.
+    """The output and the logsumexp, as one program for an eager call.
 
-    What checkify traces is another program, which is not found in place of this.
+    `is_checkified` makes the program under checkify another one.
     """
     x, pairs = check.whole(axis_name, arrays)
     return attend(plan, kernels, x, pairs, arrays.scale, arrays.sinks)

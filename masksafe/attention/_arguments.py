@@ -1,7 +1,7 @@
 """The user's arguments: checked, and brought to the form in which attention computes.
 
-The checks compute nothing, since an operation on an array costs an eager call a program of its own: what they cannot
-know from types and shapes is done in `whole`, within the program.
+The checks use types and shapes alone: in eager code an operation on an array would be a program of its own. Operations
+are in `whole`, inside the program.
 """
 
 import math
@@ -36,9 +36,9 @@ _FARTHEST = 2**29  # lengths and offsets are clipped to this, windows to twice t
 
 
 class Arrays(NamedTuple):
-    """The arrays, checked and as the user gave them, since an operation on them costs an eager call a program.
+    """The arrays, checked, and as the user gave them.
 
-    Their ranks may be lower than those of the comments: they broadcast to these.
+    Their ranks may be lower than in the comments: they broadcast to these shapes.
     """
 
     q: Array
@@ -69,10 +69,10 @@ def operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array,
         expected = "[batch, time, heads, head_dim] or [time, heads, head_dim]"
         raise ValueError(message(OP, "query", f"shape {q.shape}", expected))
     if k.shape[:-3] != q.shape[:-3] or k.ndim != q.ndim or k.shape[-1] != q.shape[-1]:
-        expected = f"[batch, keys, key_heads, head_dim], that of query {q.shape} in its batch and head_dim"
+        expected = f"[batch, keys, key_heads, head_dim], with the batch and the head_dim of query {q.shape}"
         raise ValueError(message(OP, "key", f"shape {k.shape}", expected))
     if v.shape[:-1] != k.shape[:-1]:
-        expected = f"({', '.join(map(str, k.shape[:-1]))}, width), that of key but for the width"
+        expected = f"({', '.join(map(str, k.shape[:-1]))}, width), the shape of key except for the width"
         raise ValueError(message(OP, "value", f"shape {v.shape}", expected))
     if q.shape[-2] != 0 and (k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]):
         expected = f"a multiple of the {k.shape[-2]} heads of key"
@@ -85,7 +85,7 @@ def operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array,
 
 
 def as_scale(scale: ArrayLike | None, q: Array, knows_numbers: bool) -> tuple[float, Any]:
-    """The factor of the logits if a program should know it, 1 otherwise; and the array by which to multiply queries."""
+    """The static factor of the logits, or 1; and the array by which queries are multiplied, if it is not static."""
     if scale is None:
         return 1 / math.sqrt(max(1, q.shape[-1])), None
     if isinstance(scale, numbers.Real):
@@ -100,7 +100,7 @@ def as_scale(scale: ArrayLike | None, q: Array, knows_numbers: bool) -> tuple[fl
 def over_pairs(
     argument: str, x: ArrayLike | None, as_typed: Callable[..., Array], q: Array, k: Array, num_keys: int
 ) -> Array | None:
-    """An array that broadcasts to `[*batch, N, T, num_keys]`, of which `k` may have a part."""
+    """An array that broadcasts to `[*batch, N, T, num_keys]`; in a ring `k` has only some of the keys."""
     if x is None:
         return None
     array, target = as_typed(OP, argument, x), (*q.shape[:-3], q.shape[-2], q.shape[-3], num_keys)
@@ -125,7 +125,7 @@ def as_bias(op: str, argument: str, bias: ArrayLike) -> Array:
 
 
 def _without_ones(x: Array, target: Sequence[int]) -> tuple[int, ...]:
-    """The shape without the leading 1s by which its rank is above that of the target, as `_at_rank` drops them."""
+    """The shape without leading 1s beyond the rank of the target, as `_at_rank` drops them."""
     extra = max(0, x.ndim - len(target))
     return x.shape[extra:] if x.shape[:extra] == (1,) * extra else x.shape
 
@@ -174,10 +174,10 @@ def as_offset(
 
 
 def bad_lengths(argument: str, lengths: Array | None, size: int, q: Array) -> Array | None:
-    """Reports lengths below 0 or above the size, if label checks are on; which samples have some, for `nan_where_bad`.
+    """If label checks are on, reports lengths below 0 or above the size, and returns the bad samples.
 
-    Without checks they are what the interval [0, length) of the indices says. Ids of segments are not looked at: one
-    side may have an id that the other one lacks, as padding has.
+    Without checks a length masks the indices outside [0, length). Segment ids are not checked: one side may have an id
+    that the other lacks, as padding has.
     """
     if lengths is None:
         return None
@@ -213,7 +213,7 @@ def as_dropout_key(key: Any, rate: float) -> Array | None:
 
 
 def reach_of(is_causal: bool, window: tuple[int, int] | None, offset: ArrayLike) -> Reach | None:
-    """How far before and behind its own position a query may see keys; its index, if the offset is a number."""
+    """How far before and behind its own position a query sees keys; of its index, if the offset is a number."""
     if window is None and not is_causal:
         return None
     left, right = window or (None, 0)
@@ -225,13 +225,13 @@ def reach_of(is_causal: bool, window: tuple[int, int] | None, offset: ArrayLike)
 
 
 def whole(axis_name: AxisName, arrays: Arrays) -> tuple[Operands, Pairs]:
-    """The arrays at their full rank, along time on every device of an automatic mesh; and what masks pairs."""
+    """The arrays at full rank, not split along time by an explicit mesh; and the masks of pairs."""
     q, k, v = (sharding.gathered_along(x, -3) for x in arrays[:3])
-    of_pairs, by_sample = (arrays.bias, arrays.mask), ((arrays.query_lengths, arrays.key_lengths), arrays.offset)
-    bias, mask = jax.tree.map(lambda x: sharding.gathered_along(_at_rank(x, q.ndim), -2, -1), of_pairs)
-    lengths, offset = jax.tree.map(lambda x: _clipped(_at_rank(x, q.ndim - 3)), by_sample)
+    pair_arrays, sample_arrays = (arrays.bias, arrays.mask), ((arrays.query_lengths, arrays.key_lengths), arrays.offset)
+    bias, mask = jax.tree.map(lambda x: sharding.gathered_along(_at_rank(x, q.ndim), -2, -1), pair_arrays)
+    lengths, offset = jax.tree.map(lambda x: _clipped(_at_rank(x, q.ndim - 3)), sample_arrays)
     wide = wide_dtype(q.dtype)
-    if bias is not None and bias.dtype.itemsize > wide.itemsize:  # lower numbers than the lowest of the logits mask
+    if bias is not None and bias.dtype.itemsize > wide.itemsize:  # so that numbers below the lowest logit mask
         bias = bias.astype(wide)
     q = sharding.Devices(axis_name).varying(q)
     pairs = _pairs(axis_name, arrays._replace(q=q, k=k, offset=offset))
@@ -239,7 +239,7 @@ def whole(axis_name: AxisName, arrays: Arrays) -> tuple[Operands, Pairs]:
 
 
 def _pairs(axis_name: AxisName, arrays: Arrays) -> Pairs:
-    """The positions and segments, the mods, and the indices for these and dropout."""
+    """The positions and segments, the mods, and the indices for mods and dropout."""
     q, k, offset = arrays.q, arrays.k, arrays.offset
     batch, heads = q.shape[:-3], (k.shape[-2], q.shape[-2] // max(1, k.shape[-2]))
     first_query = sharding.Devices(axis_name).first(q.shape[-3])
@@ -267,7 +267,7 @@ def _pairs(axis_name: AxisName, arrays: Arrays) -> Pairs:
 
 
 def _index(x: Array) -> Any:
-    """The indices `[1s, time]`, of NumPy if they are known."""
+    """The indices `[1s, time]`, as an array of NumPy if they are known."""
     arange = jnp.arange if sharding.has_symbolic_size(x) else np.arange
     return arange(x.shape[-3], dtype=np.int32).reshape((1,) * (x.ndim - 3) + (x.shape[-3],))
 

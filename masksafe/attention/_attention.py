@@ -1,8 +1,8 @@
-"""What surrounds a pass: devices, batch, sinks, derivatives, and what computes it on each platform.
+"""What surrounds a pass of attention: devices, batch, sinks, derivatives, and the choice for each platform.
 
-Values and first derivatives in reverse mode come from kernels and from blocks that skip masked tiles. Every other
-derivative, forward mode and all second derivatives, is that of the plain form: the same blocks in loops of fixed
-length. JAX can differentiate it to any order, and it holds no array over all pairs either.
+Values and first derivatives in reverse mode come from kernels and from blocks that skip masked tiles. Forward
+mode and second derivatives come from the plain form: the same blocks, in loops of fixed length. JAX can differentiate
+it to any order, and it has no array over all pairs either.
 """
 
 import functools
@@ -18,11 +18,11 @@ from masksafe._core import platforms
 from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.linear import finite_or_zero, without_sign_of_zero
 from masksafe._core.masks import either
-from masksafe._core.own_shard_map import along_devices
+from masksafe._core.per_device import along_devices
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import Devices
 from masksafe._core.typing import Array
-from masksafe.attention import _blocks, _callable, _contract, _cudnn, _formula, _splash
+from masksafe.attention import _callable, _contract, _cudnn, _formula, _schedule, _splash
 from masksafe.attention._block import Rows
 from masksafe.attention._contract import are_good, cleaned
 from masksafe.attention._merge import Partial, with_sinks
@@ -43,10 +43,10 @@ def attend(
     scale: Array | None = None,
     sinks: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Output and logsumexp for arrays with any batch dimensions; those over pairs are `[*batch, N, T, S]`.
+    """Output and logsumexp for arrays with any batch dimensions; arrays over pairs are `[*batch, N, T, S]`.
 
-    On a mesh whose explicit axes split batch or heads, each device solves the problems of its own. Queries and keys are
-    whole, as are arrays that a mod closes over.
+    On a mesh whose explicit axes split batch or heads, each device solves its own problems. It has all queries and
+    keys, and all of the arrays that a mod closes over.
     """
     batch = [f"batch {axis}" for axis in range(x.q.ndim - 3)]
     by_axis = {"k": "heads", "g": "heads" if x.k.shape[-2] == 1 else None}
@@ -91,14 +91,14 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
 
 
 def _attend_flattened(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    """For one batch dimension in place of any number."""
+    """`attend` with the batch dimensions merged into one."""
     q, k, v = x[:3]
     batch = q.shape[:-3]
     if 0 in (*q.shape[:-1], *k.shape[:-1], v.shape[-1]):  # no query has a key, or there is no output
         dtype = wide_dtype(q.dtype)
         o_dtype = q.dtype if plan.rounds else dtype
         return jnp.zeros((*q.shape[:-1], v.shape[-1]), o_dtype), jnp.full(q.shape[:-1], -jnp.inf, dtype)
-    if q.shape[-1] == 0:  # all products are 0, as those of a column of zeros
+    if q.shape[-1] == 0:  # all products are 0, as with a column of zeros
         q, k = (jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, 1)]) for a in (q, k))
         x = x._replace(q=q, k=k)
 
@@ -154,7 +154,7 @@ def _not_on_devices(*_: Any) -> Any:
 
 def _forward(plan: Plan, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Array], Partial]:
     results = run_forward(_pass_forward, plan, x, pairs) if plan.ring else _pass_forward(plan, x, pairs)
-    # The output is kept unrounded, since delta depends on it.
+    # The residual output is not rounded, since delta depends on it.
     return (results.o.astype(x.q.dtype) if plan.rounds else results.o, results.lse), results
 
 
@@ -163,23 +163,23 @@ def _value(plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
 
 
 def _plain(plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    q, k, v = map(without_sign_of_zero, x[:3])  # that is, their cotangents
+    q, k, v = map(without_sign_of_zero, x[:3])  # in their cotangents
     return _forward(plan._replace(is_plain=True), x._replace(q=q, k=k, v=v), pairs)[0]
 
 
 def _reverse(plan: Plan, args: tuple[Operands, Pairs], results: Partial, d: tuple[Array, Array]) -> tuple[Any, Any]:
     (x, pairs), (do, dlse) = args, (d[0], d[1][..., None])
-    wanted = _contract.are_wanted(*d) & (results.m != -jnp.inf)
-    # What is bad makes all columns of an output NaN. The sum of exponentials tells as well, but XLA for a GPU would
-    # compute it in one more pass over the logits.
+    needed = _contract.are_needed(*d) & (results.m != -jnp.inf)
+    # A bad element makes all columns of an output NaN. The sum of exponentials would be NaN too, but XLA for a GPU
+    # would compute it in one more pass over the logits.
     is_good = jnp.isfinite(results.o[..., :1]) & _contract.are_cotangents_good(*d)[..., None]
-    used = wanted & is_good
+    used = needed & is_good
     do, dlse = jnp.where(used, do, 0), jnp.where(used, dlse, 0)
     wide = dlse.dtype
     delta = jnp.sum(jnp.where(used, results.o.astype(wide) * do.astype(wide), 0), -1, keepdims=True) - dlse
-    m = jnp.where(used, results.m, jnp.where(wanted, 0, jnp.inf))
+    m = jnp.where(used, results.m, jnp.where(needed, 0, jnp.inf))
     rows = Rows(do, dlse, m, jnp.where(used, results.l, 1), delta)
-    bad, unneeded = (by_key_head(a[..., 0], x.k.shape[2]) for a in (wanted & ~is_good, ~wanted))
+    bad, unneeded = (by_key_head(a[..., 0], x.k.shape[2]) for a in (needed & ~is_good, ~needed))
     pairs = pairs._replace(bad_queries=bad, bad_keys=None, unneeded=unneeded)
     dx = run_reverse(_pass_reverse, plan, x, rows, pairs) if plan.ring else _pass_reverse(plan, x, rows, pairs)
     return jax.tree.map(lambda d, a: d.astype(a.dtype).reshape(a.shape), dx, x), jax.tree.map(lambda _: None, pairs)
@@ -193,14 +193,14 @@ def _in_plain_reverse(_: Plan, args: tuple[Operands, Pairs], results: Partial, d
 _in_blocks = rule_of_kernels(_forward, _reverse, lambda _, args, *__: args, _value, _plain, _in_plain_reverse)
 
 
-# The passes for the keys that a device holds, in the schedule that the platform wants.
+# The passes for the keys of one device, in the schedule of the platform.
 
 
-def _with(x: Operands, pairs: Pairs) -> Pairs:
-    """The pairs with the bias as the blocks take it, and with what `score_mod` captured.
+def _with_bias(x: Operands, pairs: Pairs) -> Pairs:
+    """The pairs with the bias in the layout of the blocks, and with the arrays that `score_mod` captured.
 
-    The bias is brought to that form within the rule, which so keeps the user's own array for the reverse pass: a new
-    one with a NaN under the mask would be an error with `jax_debug_nans`.
+    This happens inside the rule, so that the residual is the user's own array: a new array with a NaN under the mask
+    would be an error with `jax_debug_nans`.
     """
     mod = None if pairs.score_mod is None else pairs.score_mod.with_captured(x.captured)
     return pairs._replace(bias=by_heads(x.bias, x.k.shape[2]), score_mod=mod)
@@ -210,34 +210,36 @@ def _pass_forward(plan: Plan, x: Operands, pairs: Pairs) -> Partial:
     """The wide output `[B, T, N, width of v]`, with `m` and `l` `[B, T, N, 1]`."""
 
     def on_cpu(x: Operands, pairs: Pairs) -> Partial:
-        pairs = _with(x, pairs)
-        schedule = _blocks.schedule_on_cpu(plan, x, pairs)
-        if not schedule.cuts_keys and (formula := _formula.of_values(plan, x, pairs, schedule)) is not None:
+        pairs = _with_bias(x, pairs)
+        schedule = _schedule.schedule_on_cpu(plan, x, pairs)
+        if not schedule.cuts_keys and (formula := _formula.for_values(plan, x, pairs, schedule)) is not None:
             return _contract.value(formula, plan, x, pairs)
-        return _blocks.attend(plan, schedule, x, pairs)
+        return _schedule.attend(plan, schedule, x, pairs)
 
     def elsewhere(x: Operands, pairs: Pairs) -> Partial:
-        pairs, there = _with(x, pairs), plan._replace(on_accelerator=True)
-        return _blocks.attend(there, _blocks.schedule_elsewhere(there, x, pairs), x, pairs)
+        pairs, there = _with_bias(x, pairs), plan._replace(on_accelerator=True)
+        return _schedule.attend(there, _schedule.schedule_elsewhere(there, x, pairs), x, pairs)
 
     return Partial(*platforms.by_platform(elsewhere, x, pairs, cpu=on_cpu))
 
 
 def _pass_reverse(plan: Plan, x: Operands, rows: Rows, pairs: Pairs) -> Operands:
-    """The cotangents; in a ring all are wide, and parts of sums, since other devices have more of the keys."""
+    """The cotangents; in a ring they are wide parts of sums, since other devices have more keys."""
 
     def on_cpu(x: Operands, rows: Rows, pairs: Pairs) -> Operands:
-        pairs = _with(x, pairs)
-        schedule = _blocks.schedule_on_cpu(plan, x, pairs, in_reverse=True)
-        rows = Rows(*rows[:2]) if schedule.is_one_block and not plan.ring else rows  # a softmax by itself
-        return _blocks.pull_back(plan, schedule, x, rows, pairs)
+        pairs = _with_bias(x, pairs)
+        schedule = _schedule.schedule_on_cpu(plan, x, pairs, in_reverse=True)
+        rows = (
+            Rows(*rows[:2]) if schedule.is_one_block and not plan.ring else rows
+        )  # the block computes the softmax again
+        return _schedule.pull_back(plan, schedule, x, rows, pairs)
 
     def elsewhere(x: Operands, rows: Rows, pairs: Pairs) -> Operands:
         there = plan._replace(on_accelerator=True)
         rows = rows if plan.ring else Rows(*rows[:2])
-        # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.
+        # Otherwise XLA would see that the forward pass computes the same logits, and keep all of them.
         x, rows, pairs = lax.optimization_barrier((x, rows, pairs))
-        pairs = _with(x, pairs)
-        return _blocks.pull_back(there, _blocks.schedule_elsewhere(there, x, pairs), x, rows, pairs)
+        pairs = _with_bias(x, pairs)
+        return _schedule.pull_back(there, _schedule.schedule_elsewhere(there, x, pairs), x, rows, pairs)
 
     return Operands(*platforms.by_platform(elsewhere, x, rows, pairs, cpu=on_cpu))

@@ -1,4 +1,4 @@
-r"""One block of pairs: its logits, its part of the outputs, and the reverse of both; schedules are loops over these.
+r"""One block of pairs: its logits, its part of the outputs, and the reverse of both; a schedule is a loop over blocks.
 
 With queries :math:`q_t`, keys :math:`k_s`, values :math:`v_s`, the logits :math:`x_{ts} = q_t \cdot k_s` (scaled,
 capped, with their bias) and sums over unmasked pairs only,
@@ -15,12 +15,12 @@ and with cotangents :math:`\dot o_t` of the output and :math:`\dot \lambda_t` of
 The reverse pass computes :math:`p` again (Dao, "FlashAttention-2", 2023).
 
 Every product also contracts over masked pairs, with weight 0, and 0 times NaN is NaN. So the arrays here are clean,
-with 0 for what is bad, and the block says which queries and keys are bad: the logits of their unmasked pairs are NaN,
-and make NaN what depends on them.
+with 0 for bad elements, and the block says which queries and keys are bad: the logits of their unmasked pairs are NaN,
+and so is all that depends on these.
 
-In the plain form tangents are treated in the same way: those that are not finite become 0, and make the tangents of the
-logits NaN. But the logits themselves are finite there, so that a query without a cotangent has no part in any
-derivative. What is NaN is known from the kernels, whose results and gradients the derivatives are those of.
+The plain form treats tangents in the same way: those that are not finite become 0, and make the tangents of the logits
+NaN. But its logits are finite, so that a query without a cotangent has no part in any derivative. Which results are NaN
+is known from the kernels, whose derivatives it computes.
 
 Arrays are laid out by problem, the work of one key head of one sample: queries and outputs `[B, K, G, T, H]` for the G
 query heads that share a key head, keys and values `[B, K, S, H]`.
@@ -50,14 +50,14 @@ from masksafe.attention._plan import Plan
 
 
 def attend(plan: Plan, q: Array, k: Array, v: Array, block: Block, *, has_all_keys: bool) -> Partial:
-    """The block's part of the outputs `[B, K, G, queries, width of v]`; or these, if it has all keys of its queries."""
+    """The block's part of the outputs `[B, K, G, queries, width of v]`: all of them, if it has all keys."""
     trace: Any = None
     if plan.is_plain:
         trace = trace_of(q) + (trace_of(k) + trace_of(v))[:, :, None, None, :, 0]
         q, k, v = map(finite_or_zero, (q, k, v))
     exps, m, l = exponentials(logits(plan, q, k, block, trace))
     if plan.is_plain and block.shows is not None:
-        # In the tangents of the weights: those of the cotangents would reach masked keys.
+        # The NaN shows in the tangents of the weights: in those of the cotangents it would reach masked keys.
         o = dot_values(drop(plan, block, exps), v)
         partial = Partial(jnp.where(block.shows, with_finite_cotangent(o), o), m, l)
         return partial.divided() if has_all_keys else partial
@@ -78,7 +78,7 @@ def exponentials(x: Array) -> tuple[Array, Array, Array]:
 
 
 def divisor_of_exponentials(l: Array) -> Array:
-    """A sum of exponentials as a divisor: it is 1 at least, or 0, if no key is seen."""
+    """A sum of exponentials as a divisor: it is at least 1, or 0 if the query sees no key."""
     return jnp.maximum(l, 0.5)
 
 
@@ -102,14 +102,14 @@ def times(x: Array, factor: float) -> Array:
 
 
 def trace_of(x: Array) -> Array:
-    """0 `[..., 1]`; its tangent is NaN where one along the last axis is not finite."""
+    """0 `[..., 1]`, whose tangent is NaN where a tangent along the last axis of `x` is not finite."""
     return jnp.sum(0 * x, -1, keepdims=True)
 
 
 def _adjusted(plan: Plan, x: Array, block: Block, bias: Array | None, captured: Arrays) -> Array:
     """The scaled products after the soft cap, with the bias, after `score_mod`."""
     if plan.is_plain and plan.soft_cap is not None and block.mask is not None:
-        x = jnp.where(block.mask, x, 0)  # a tangent of the product may overflow, and the cap multiplies it by 0
+        x = jnp.where(block.mask, x, 0)  # a tangent of the product may overflow, and the cap would multiply it by 0
     x = soft_capped(x, plan.soft_cap)
     x = x if bias is None else x + bias.astype(x.dtype)
     if block.score_mod is None or block.indices is None:
@@ -132,12 +132,13 @@ def drop(plan: Plan, block: Block, p: Array) -> Array:
 
 
 class Rows(NamedTuple):
-    """What the reverse pass needs of queries besides `q`; the arrays of one number `[..., 1]`."""
+    """What the reverse pass needs of queries besides `q`; all but `do` are `[..., 1]`."""
 
     do: Array
     dlse: Array
-    m: Array | None = None  # inf for a query without cotangents, which makes its weights 0; the last three are None
-    l: Array | None = None  # if a block has all keys of its queries: then they follow from its logits
+    # None if a block has all keys of its queries: then these follow from its logits.
+    m: Array | None = None  # inf for a query without cotangents, which makes its weights 0
+    l: Array | None = None
     delta: Array | None = None
 
 
@@ -152,21 +153,21 @@ class Gradients(NamedTuple):
 
 
 def pull_back(plan: Plan, q: Array, rows: Rows, k: Array, v: Array, block: Block, *, transposes: bool) -> Gradients:
-    """The reverse of `attend`. The cotangents of keys and values may be transposed: else a large block has to be."""
-    of_queries, of_logits = plan.scales(q)
-    p, pull_back_adjustments = _weights(times(dots := dot_keys(q, k), of_logits), plan, rows, block)
+    """The reverse of `attend`. With `transposes` the cotangents of keys and values are transposed, not the block."""
+    query_factor, logit_factor = plan.scales(q)
+    p, pull_back_adjustments = _weights(times(dots := dot_keys(q, k), logit_factor), plan, rows, block)
     weights = p
     if plan.on_accelerator:
-        # The weights for the product with `do` are another kernel than those in the cotangents of the logits, which is
-        # kept from reading the first.
-        p, pull_back_adjustments = _weights(times(lax.optimization_barrier(dots), of_logits), plan, rows, block)
-    dp = _selected(drop(plan, block, dot_keys(rows.do, v)), block)  # the product with a masked value may be huge
+        # The weights in the cotangents of the logits are computed again, so that XLA fuses them, rather than read those
+        # for the product with `do`.
+        p, pull_back_adjustments = _weights(times(lax.optimization_barrier(dots), logit_factor), plan, rows, block)
+    dp = _selected(drop(plan, block, dot_keys(rows.do, v)), block)  # the product with a masked value may be very large
     dx = _selected(_slopes(rows, p, dp), block)
     ds, d_biased, d_captured = pull_back_adjustments(dx)
-    ds = times(ds, of_logits)
+    ds = times(ds, logit_factor)
     weights = drop(plan, block, weights)
     dk, dv = (dot_queries(b, a) if transposes else dot_queries(a, b) for a, b in ((ds, q), (weights, rows.do)))
-    return Gradients(times(dot_values(ds, k), of_queries), dk, dv, d_biased, d_captured)
+    return Gradients(times(dot_values(ds, k), query_factor), dk, dv, d_biased, d_captured)
 
 
 def _selected(x: Array, block: Block) -> Array:
@@ -177,25 +178,25 @@ PullBack = Callable[[Array], tuple[Array, Array | None, Arrays]]
 
 
 def _weights(x: Array, plan: Plan, rows: Rows, block: Block) -> tuple[Array, PullBack]:
-    """The weights without dropout, 0 at masked pairs, and the rule of what lies between scaled products and logits."""
+    """The weights without dropout, 0 at masked pairs, and the reverse rule from logits to scaled products."""
     x, pull_back_adjustments = _adjusted_with_rule(plan, x, block)
     if not (block.bias is None and block.score_mod is None):
-        x = jnp.where(x < jnp.inf, x, 0)  # a NaN or infinity is of a query that is bad, or without a cotangent
+        x = jnp.where(x < jnp.inf, x, 0)  # only a bad query, or one without a cotangent, has a NaN or infinity
     x = _masked(x, block)
     if rows.m is not None and rows.l is not None:
         return jnp.exp(x - rows.m) * (1 / rows.l), pull_back_adjustments
     exps, _, l = exponentials(x)
     return _selected(
         exps / divisor_of_exponentials(l), block
-    ), pull_back_adjustments  # a row with a NaN has no other number
+    ), pull_back_adjustments  # a row with a NaN is NaN throughout
 
 
 def _slopes(rows: Rows, p: Array, dp: Array) -> Array:
     """The cotangents of the logits from those of the weights."""
     if rows.delta is None or rows.l is None:
-        # The sum, taken from the weights before they are rounded for a product, is closer than that of outputs.
+        # This sum uses weights that are not rounded for a product: it is more exact than `delta` from outputs.
         return p * (dp - jnp.sum(p * dp, -1, keepdims=True) + rows.dlse)
-    # The output is the value of a key that has all of the weight: there dp - delta is dlse plus rounding errors.
+    # A key with all of the weight gives the output its value: there dp - delta is dlse plus rounding errors.
     has_all = p > jnp.where(rows.l == 1, 0.5, jnp.inf)
     return jnp.where(has_all, rows.dlse, p * (dp - rows.delta))
 
@@ -203,8 +204,8 @@ def _slopes(rows: Rows, p: Array, dp: Array) -> Array:
 def _adjusted_with_rule(plan: Plan, x: Array, block: Block) -> tuple[Array, PullBack]:
     """The logits before they are masked, and their reverse rule.
 
-    The rule takes the cotangent of the logits, 0 under the mask, and returns those of the scaled products, of the
-    logits before `score_mod`, and of what that captured.
+    The rule takes the cotangent of the logits, 0 under the mask. It returns those of the scaled products, of the logits
+    before `score_mod`, and of the arrays that `score_mod` captured.
     """
     mod = block.score_mod
     if mod is None:
@@ -217,7 +218,7 @@ def _adjusted_with_rule(plan: Plan, x: Array, block: Block) -> tuple[Array, Pull
     without = block._replace(score_mod=None)
     biased, pull_back_biased = _adjusted_with_rule(plan, x, without)
     mask, indices = block.mask, block.indices
-    # A NaN under the mask would make the rule look closer, although no unmasked pair needs it.
+    # A NaN under the mask would start the second pass of the rule, although no unmasked pair needs it.
     biased = biased if mask is None else jnp.where(mask, biased, 0)
     result, reverse = jax.vjp(lambda x, captured: modified(mod, captured, x, indices), biased, mod.captured)
 
@@ -229,7 +230,7 @@ def _adjusted_with_rule(plan: Plan, x: Array, block: Block) -> tuple[Array, Pull
             fn = lambda captured: modified_where(mod, captured, biased, indices, mask)  # noqa: E731
             return jax.vjp(fn, mod.captured)[1](dx)[0]
 
-        # At a masked pair the derivative may be NaN, and 0 times it, in the sums of what is captured.
+        # At a masked pair the derivative may be NaN; 0 times it would be in the sums for captured arrays.
         if d_captured and mask is not None:
             has_bad = functools.reduce(jnp.logical_or, (any_of(~jnp.isfinite(d)) for d in d_captured))
             d_captured = once_if(has_bad, leave_out_masked, d_captured)
@@ -262,7 +263,7 @@ def _merge_heads(x: Array) -> Array:
 
 
 def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
-    """A matrix product for every problem; weights are rounded to the dtype of the array that they multiply."""
+    """A matrix product for every problem; `a` is rounded to the dtype of `b`."""
     dimensions = (((axis_of_a,), (axis_of_b,)), ((0, 1), (0, 1)))
     product = lax.dot_general(a.astype(b.dtype), b, dimensions, preferred_element_type=wide_dtype(b.dtype))
     return without_sign_of_zero(product) if 1 in (*a.shape[2:], *b.shape[2:]) else product

@@ -1,8 +1,8 @@
 """The user's own kernel, as a kernel of the contract.
 
-It is called as `jax.nn.dot_product_attention` is, with the keywords that the call needs. What it has no keyword for
-becomes a mask of pairs, and so does what would leave a query without a key: no kernel has to cope with one. Queries
-beyond their length are the exception, since to leave them out is all that their lengths are for.
+It is called as `jax.nn.dot_product_attention` is, with the keywords that the call needs. Masks that
+it has no keyword for become a mask of pairs. So do masks that would leave a query without a key, for a kernel need not
+support such a query; but queries beyond their length stay without one, since their lengths exist to leave them out.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _LENGTHS = {"query_seq_lengths": "query_lengths", "key_value_seq_lengths": "key_
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """The user's function. Two `functools.partial` of equal parts are equal, so that JAX finds their program again."""
+    """The user's function. Two `functools.partial` with equal parts are equal, so that they share a program."""
 
     fn: Callable[..., Any] = dataclasses.field(compare=False)
     parts: Any
@@ -40,7 +40,7 @@ class Function:
             with contextlib.suppress(TypeError):
                 hash(parts)
                 return cls(fn, parts)
-        hint = "Call it in a function of your own, which you define once."
+        hint = "Call it in a function of your own that you define once."
         raise cls(fn, None).error(TypeError, "which has no hash", "a function", hint)
 
     def takes(self, keyword: str) -> bool:
@@ -63,11 +63,11 @@ def _parts(fn: Any) -> Any:
     if not isinstance(fn, functools.partial):
         return fn
     values = *fn.args, *fn.keywords.values()
-    return _parts(fn.func), values, tuple(fn.keywords), tuple(map(type, values))  # types, for 1 is equal to True
+    return _parts(fn.func), values, tuple(fn.keywords), tuple(map(type, values))  # types, since 1 equals True
 
 
 def check(plan: Plan, given: dict[str, Any]) -> None:
-    """Refuses what no function gets: `given` are all arrays and functions that the user gave, by their names."""
+    """Refuses arguments that no function gets; `given` has all arrays and functions of the user by name."""
     reasons = {
         "sinks": "sinks" in given,
         "score_mod": "score_mod" in given,
@@ -84,7 +84,7 @@ def check(plan: Plan, given: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class UsersKernel(Kernel):
-    """The kernel, for the masks that it knows by itself."""
+    """The kernel, with the masks that it has keywords for."""
 
     fn: Function
     static: tuple[tuple[str, Any], ...]  # the keywords
@@ -97,7 +97,7 @@ class UsersKernel(Kernel):
         static: dict[str, Any] = {"scale": plan.scale}
         if right == 0 and fn.takes("is_causal"):
             static["is_causal"] = True
-        # To the left of its window a late query may have no key at all.
+        # A late query may have no key in its window.
         sees_any = left is not None and min(left, right) >= 0 and x.q.shape[1] - left <= x.k.shape[1]
         if sees_any and fn.takes("local_window_size"):
             static["local_window_size"] = left, right
@@ -114,7 +114,7 @@ class UsersKernel(Kernel):
             arrays[name] = jnp.broadcast_to(jnp.clip(getattr(pairs, _LENGTHS[name]), 1, size), (batch,))
         pairs = pairs._replace(bias=by_heads(x.bias, key_heads))
         if x.bias is not None:
-            # What is masked for all that share an element is gone; what is huge must not outweigh what masks.
+            # An element that is masked wherever it broadcasts is gone; a huge one must not outweigh a mask.
             unmasked = all_unmasked(plan, pairs, *sizes)
             assert unmasked is not None
             seen = any_of(
@@ -136,7 +136,7 @@ class UsersKernel(Kernel):
         (q, k, v), arrays = prepared
         keywords = dict(self.static) | arrays
         for name in (name for name in keywords if not self.fn.takes(name)):
-            hint = "What it has no other keyword for reaches it as mask." if name == "mask" else ""
+            hint = "It gets the masks that it has no keyword for as mask." if name == "mask" else ""
             raise self.fn.error(TypeError, f"which takes no keyword {name}", f"one that takes {name}", hint)
         results = self.fn.fn(q, k, v, **keywords)
         o, lse = results if isinstance(results, tuple | list) and len(results) == 2 else (results, None)
@@ -149,7 +149,7 @@ class UsersKernel(Kernel):
             raise self.fn.error(ValueError, found, expected, "return_residual=True needs it.")
         else:
             self._check("logsumexp", lse, q.shape[:3], wide)
-        is_manual = jax.sharding.get_abstract_mesh().manual_axes  # there a kernel's results need not vary by themselves
+        is_manual = jax.sharding.get_abstract_mesh().manual_axes  # there a kernel's results may not vary over devices
         return sharding.vary_with((o, lse), prepared) if is_manual else (o, lse)
 
     def _check(self, what: str, x: Any, shape: tuple[int, ...], *dtypes: DType) -> None:

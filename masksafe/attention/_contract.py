@@ -1,8 +1,8 @@
-"""What the contract asks of attention, whatever computes it.
+"""What the contract requires of attention, whatever computes it.
 
-A kernel contracts over masked pairs too, with weight 0, and 0 times NaN is NaN. So what is bad is replaced by 0 before
-any product, and marked in the results: the outputs of the queries that see something bad are NaN, those of a query that
-sees no key are 0. Bad is what is not finite, and what is so large that products of two rows may overflow.
+A kernel contracts over masked pairs too, with weight 0, and 0 times NaN is NaN. So bad elements are replaced by 0
+before any product, and marked in the results: the output of a query that sees something bad is NaN, and that of a query
+that sees no key is 0. An element is bad if it is not finite, or so large that a product of two rows may overflow.
 """
 
 import functools
@@ -41,14 +41,14 @@ def largest(dtype: DType, width: int, factor: float = 1.0) -> float:
 def are_good(x: Array, factor: float = 1.0) -> Array:
     """Where all elements along the last axis are good, `[...]`.
 
-    Not by a maximum, in which XLA's library for CPUs loses a NaN. For arrays in the user's layout: of others, XLA would
-    have to make a copy for each use.
+    Not by a maximum, in which XLA's library for CPUs loses a NaN. The array is to be in the user's layout: of another
+    one XLA would make a copy for each use.
     """
     return jnp.all(is_good(x, factor), -1)
 
 
 def are_cotangents_good(do: Array, dlse: Array) -> Array:
-    """Which queries have good cotangents, `[B, T, N]`, which the caller may have made constant."""
+    """Which queries have good cotangents, `[B, T, N]`; the caller may have made these constant."""
     return ~any_of(~is_good(do), -1) & jnp.isfinite(dlse)
 
 
@@ -64,7 +64,7 @@ def is_good(x: Array, factor: float = 1.0) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def cleaned(x: Array, factor: float = 1.0) -> Array:
-    """With 0 for bad elements; its derivative is the identity."""
+    """`x` with 0 for bad elements; the derivative is the identity."""
     return jnp.where(is_good(x, factor), x, x.dtype.type(0))
 
 
@@ -73,11 +73,11 @@ def _(factor: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Arr
     return cleaned(*primals, factor), tangents[0]
 
 
-def are_wanted(do: Array, dlse: Array) -> Array:
+def are_needed(do: Array, dlse: Array) -> Array:
     """Which queries have a cotangent that is not 0 `[B, T, N, 1]`.
 
-    A query with a NaN whose cotangents are all 0 takes no part in the reverse pass: such a NaN has been selected away
-    after the op, as a loss does with padded queries.
+    A query without cotangents takes no part in the reverse pass: if it has a NaN, this was selected away after the op,
+    as a loss does with padded queries.
     """
     return any_of(do != 0, -1, keepdims=True) | (dlse != 0)[..., None]
 
@@ -88,16 +88,16 @@ def are_wanted(do: Array, dlse: Array) -> Array:
 class Kernel(Protocol):
     """What computes attention of clean arrays, in which every query sees a key."""
 
-    merges_batches: ClassVar[bool] = False  # whether `jax.vmap` is to make one batch of both dimensions
+    merges_batches: ClassVar[bool] = False  # whether `jax.vmap` makes one batch of both dimensions
 
     def prepare(self, plan: Plan, x: Operands, pairs: Pairs, sees_any: Any) -> Any:
-        """Its arguments, all `[B, ...]`; a query that sees no key, where `sees_any` is False, is to see some."""
+        """The kernel's arguments, all `[B, ...]`; a query without a key, where `sees_any` is False, sees some here."""
 
     def run(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
-        """Output and logsumexp, which JAX can differentiate once; the latter is anything if it is not needed."""
+        """Output and logsumexp, which JAX can differentiate once; a logsumexp that is not needed may be anything."""
 
     def run_for_reverse(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
-        """The same, whose pull-back may leave out what needs no gradient, if it takes the same arrays."""
+        """The same; its pull-back may leave out gradients that are not needed, if it takes the same arrays."""
         return self.run(plan, prepared)
 
 
@@ -105,7 +105,7 @@ class Config(NamedTuple):
     """The static parameters."""
 
     kernel: Kernel
-    plain: Callable[..., Any]  # with whose derivatives JAX differentiates what it cannot differentiate here
+    plain: Callable[..., Any]  # gives the derivatives that JAX cannot compute here
     plan: Plan
 
 
@@ -115,7 +115,7 @@ def attend(kernel: Kernel, plain: Callable[..., Any], plan: Plan, x: Operands, p
 
 
 def value(kernel: Kernel, plan: Plan, x: Operands, pairs: Pairs) -> Partial:
-    """The same, wide, as the results for all keys, which nothing differentiates."""
+    """The same, wide, as a `Partial` of all keys; not differentiated."""
     x = _clean(plan, x)
     sees_any = _pairs.sees_any(plan, pairs, x.q.shape[1], x.k.shape[1])
     results = kernel.run(plan, kernel.prepare(plan, x, pairs, sees_any))
@@ -133,7 +133,7 @@ def _with_bias(x: Operands, pairs: Pairs) -> Pairs:
 
 
 def _marked(is_bad: Array, sees_any: Any, results: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The results: NaN of queries that see something bad, 0 and -inf of those that see nothing."""
+    """The results, NaN for queries that see something bad, 0 and -inf for queries that see no key."""
     o, lse = results
     o, lse = jnp.where(is_bad[..., None], jnp.nan, o), jnp.where(is_bad, jnp.nan, lse)
     if sees_any is not None:
@@ -170,10 +170,10 @@ def _reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tu
     pairs, sizes = _with_bias(x, pairs), (x.q.shape[1], x.k.shape[1])
     sees_any = _pairs.sees_any(plan, pairs, *sizes)
     prepared, pull_back_prepared = jax.vjp(lambda x: kernel.prepare(plan, x, pairs, sees_any), x)
-    wanted = are_wanted(do, dlse)[..., 0]
-    wanted = wanted if sees_any is None else wanted & by_query_head(sees_any)
+    needed = are_needed(do, dlse)[..., 0]
+    needed = needed if sees_any is None else needed & by_query_head(sees_any)
     is_bad = sees_bad | ~are_cotangents_good(do, dlse)
-    used, is_bad = wanted & ~is_bad, wanted & is_bad
+    used, is_bad = needed & ~is_bad, needed & is_bad
     cotangents = jnp.where(used[..., None], do, 0).astype(results[0].dtype), jnp.where(used, dlse, 0)
 
     @_over_vmap(kernel)
@@ -222,18 +222,18 @@ def _in_plain_reverse(
 
 
 def in_plain_reverse(args: tuple[Operands, Pairs], d: tuple[Array, Array], is_bad: Array, is_empty: Array) -> Any:
-    """The arguments and the cotangents for derivatives of the reverse pass, of bad and of empty queries `[B, T, N]`.
+    """The arguments and the cotangents for derivatives of the reverse pass, given bad and empty queries `[B, T, N]`.
 
     A good query without a cotangent may have one in a derivative; but derivatives of its logits have no effect.
     """
     (x, pairs), (do, dlse) = args, d
-    wanted = are_wanted(*map(lax.stop_gradient, d))
-    used = (~is_empty & (wanted[..., 0] | ~is_bad))[..., None]
+    needed = are_needed(*map(lax.stop_gradient, d))
+    used = (~is_empty & (needed[..., 0] | ~is_bad))[..., None]
     do, dlse = jnp.where(used, do, 0), jnp.where(used[..., 0], dlse, 0)
-    shows = jnp.where(wanted, jnp.sum(0 * do, -1, keepdims=True), 0)
+    shows = jnp.where(needed, jnp.sum(0 * do, -1, keepdims=True), 0)
     x = x._replace(q=x.q + shows.astype(x.q.dtype))
-    do = jnp.where(wanted, finite_or_zero(do), do)
-    unneeded, showing = (by_key_head(a[..., 0], x.k.shape[2]) for a in (~used, wanted))
+    do = jnp.where(needed, finite_or_zero(do), do)
+    unneeded, showing = (by_key_head(a[..., 0], x.k.shape[2]) for a in (~used, needed))
     return (x, pairs._replace(unneeded=unneeded, showing=showing)), (do, dlse)
 
 
@@ -262,7 +262,7 @@ def _split(pull_back: Any, known: Any) -> tuple[list[Array], Callable[[list[Arra
 
 
 def _traced(fn: Callable[..., _T]) -> Callable[..., _T]:
-    """The function, traced under `jax.disable_jit` as well: else its pull-back would not hold the same arrays."""
+    """The function, traced under `jax.disable_jit` as well: otherwise its pull-back would hold other arrays."""
 
     def traced(*args: Any) -> _T:
         if not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -274,12 +274,12 @@ def _traced(fn: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def _over_vmap(kernel: Kernel) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
-    """A function of arrays `[B, ...]`, under `jax.vmap` of one batch of both if the kernel wants that."""
+    """A function of arrays `[B, ...]`; under `jax.vmap` of one batch of both dimensions, if the kernel merges them."""
     return over_merged_batch if kernel.merges_batches else lambda fn: fn
 
 
 def over_merged_batch(fn: Callable[..., _T]) -> Callable[..., _T]:
-    """A function of arrays `[B, ...]`, under `jax.vmap` of one batch of both."""
+    """A function of arrays `[B, ...]`; under `jax.vmap` of one batch of both dimensions."""
     op = custom_vmap(fn)
 
     @op.def_vmap

@@ -1,7 +1,7 @@
 r"""cuDNN's attention kernel, reached through `jax.nn`, as a kernel of the contract.
 
-It knows a causal mask with a left window, and lengths. Everything else that masks becomes one array of pairs, added to
-the logits. `jax.nn` would add -2**41, which large logits outweigh; here it is -2**126, which none outweighs.
+It has a causal mask with a left window, and lengths. All other masks become one array of pairs, added to the logits.
+`jax.nn` would add -2**41, which large logits outweigh; here it is -2**126, which no logit outweighs.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ def refusal(reason: str) -> str:
 
 
 def reason_against(plan: Plan, given: dict[str, Any], is_named: bool, return_residual: bool) -> str | None:
-    """Why cuDNN cannot run with these arguments, or None; known when they are traced.
+    """Why cuDNN cannot run with these arguments, or None; known while tracing.
 
-    Unless the user has named it, it is not taken where it only might fail: for arrays that the compiler splits over
-    devices as it likes, of which cuDNN's call takes few layouts.
+    Unless the user has named it, it is not taken where it might fail: for arrays that the compiler may split over
+    devices, of which cuDNN's call takes few layouts.
 
     Args:
       plan: the static parameters.
@@ -80,7 +80,7 @@ def reason_against(plan: Plan, given: dict[str, Any], is_named: bool, return_res
 
 
 def _knows(plan: Plan, names: Any, num_queries: int, num_keys: int) -> bool:
-    """Whether cuDNN knows the reach by itself, beside the other masks."""
+    """Whether cuDNN can apply the reach by itself, beside the other masks."""
     if plan.reach is None:
         return True
     left, right = plan.reach
@@ -122,7 +122,7 @@ def _refusal_of_jax(width: int, dtype: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class CuDNN(Kernel):
-    """The kernel, for the masks that it knows by itself."""
+    """The kernel, with the masks that it applies by itself."""
 
     merges_batches: ClassVar[bool] = True
 
@@ -159,14 +159,14 @@ class CuDNN(Kernel):
         bias: Any = jnp.zeros((), x.q.dtype)
         if known.bias is not None:
             bias = jnp.where(jnp.isfinite(known.bias), known.bias, 0)
-            # Large numbers are shifted, which changes no weight: so none is as low as what masks.
+            # Large numbers are shifted, which changes no weight, so that none is as low as a mask.
             top = lax.stop_gradient(jnp.max(jnp.where(mask, bias, -jnp.inf), -1, keepdims=True))
             bias = jnp.clip(bias - jnp.where(jnp.abs(top) > _LARGE, top, 0), -_HUGE, _HUGE).astype(x.q.dtype)
         array = jnp.where(mask, bias, jnp.asarray(_MASKED, x.q.dtype))
         return x.q, x.k, x.v, by_user(array, key_heads, heads, num_queries, num_keys), lengths
 
     def run_for_reverse(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
-        """Of a mask `jax.nn` has a reverse pass without the gradient of a bias, which takes as long as all the rest."""
+        """With a mask in place of a bias `jax.nn` computes no gradient of the bias, which takes as long as the rest."""
         return self.run(plan, prepared, masks_alone=not self.has_bias)
 
     def run(self, plan: Plan, prepared: Any, *, masks_alone: bool = False) -> tuple[Array, Array]:
@@ -186,6 +186,6 @@ class CuDNN(Kernel):
             local_window_size=None if self.left is None else (self.left, 0),
             implementation="cudnn",
         )
-        if jax.sharding.get_abstract_mesh().manual_axes:  # there its results do not vary by themselves
+        if jax.sharding.get_abstract_mesh().manual_axes:  # there its results do not vary over devices
             o = sharding.vary_with(o, prepared)
         return o, jnp.zeros_like(o[..., 0], jnp.float32)

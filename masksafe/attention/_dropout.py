@@ -24,7 +24,7 @@ def draw_words(
     They depend on the random key and the indices of sample, head and query alone. `first_query` is the index of the
     first query, None for 0.
     """
-    # Bits of a key of any kind make a key of Threefry, which may be counted up for a key of every head.
+    # Bits of a key of any kind make a key of Threefry; counting up makes a key for every head.
     for_samples, for_heads = jax.random.bits(key, (2,), jnp.uint32)
     sample = for_samples + _count(math.prod(batch)).reshape(*batch, 1, 1, 1)
     head = for_heads + _count(math.prod(heads)).reshape(*[1] * len(batch), *heads, 1)
@@ -41,8 +41,8 @@ def _count(number: int) -> Array:
 def kept(words: Array, key_index: Array, rate: float) -> Array:
     """Which weights dropout keeps, from the words of the queries `[..., 2]` and the indices of the keys."""
     first, second = jnp.split(words, 2, axis=-1)
-    # The hash lowbias32 (Wellons, "hash-prospector"), with the second word between its rounds, and without what follows
-    # them, which leaves the upper bits as they are.
+    # The hash lowbias32 (Wellons, "hash-prospector"), with the second word between its rounds, and without its last
+    # step, which does not change the upper bits.
     mixed = first + key_index.astype(jnp.uint32)
     mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x7FEB352D) ^ second
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x846CA68B)

@@ -1,12 +1,11 @@
-r"""The textbook's formula, :math:`\mathrm{softmax}(x) v`, as XLA's CPU compiler wants it: the kernel of a CPU.
+r"""The textbook's formula, :math:`\mathrm{softmax}(x) v`, in a form for XLA's CPU compiler: the kernel of a CPU.
 
-XLA makes one kernel of two products and the softmax between them, which writes only the output. It takes no selection
-and no comparison into a kernel, and no NaN may enter one: so a mask is a minimum with :math:`\pm\infty`, and the
-contract stands around it. Where the logits of a whole batch are few, JAX's own derivative serves, which keeps the
-weights.
+XLA makes one kernel of two products and the softmax between them, which writes only the output. A kernel contains no
+selection and no comparison, and no NaN may enter it: so a mask is a minimum with :math:`\pm\infty`, and the contract is
+kept around the kernel. Where a whole batch has few logits, JAX's own derivative is used, which keeps the weights.
 
-Blocks serve where enough of them may be masked as a whole, since a kernel goes through all keys of its queries; and
-where a reverse pass in blocks follows, which wants the largest logits and the sums of the forward pass.
+Blocks are used where enough of them may be masked as a whole, since a kernel goes through all keys of its queries; and
+where a reverse pass in blocks follows, which needs the largest logits and the sums of the forward pass.
 """
 
 import dataclasses
@@ -25,14 +24,14 @@ from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, take
 from masksafe._core.typing import Array
 from masksafe.attention._block import times
-from masksafe.attention._blocks import Schedule, keys_by_problem, parts_with_keys, queries_by_problem, queries_by_user
 from masksafe.attention._contract import Kernel
 from masksafe.attention._pairs import OVER_PAIRS, Pairs, all_unmasked, cut, masks_any, static_reach
 from masksafe.attention._plan import Operands, Plan, Reach
+from masksafe.attention._schedule import Schedule, keys_by_problem, parts_with_keys, queries_by_problem, queries_by_user
 
 
-def of_values(plan: Plan, x: Operands, pairs: Pairs, schedule: Schedule) -> "Formula | None":
-    """The kernel, if it computes the values of these arrays, else in blocks of that schedule."""
+def for_values(plan: Plan, x: Operands, pairs: Pairs, schedule: Schedule) -> "Formula | None":
+    """The kernel for values, or None where they are computed in blocks of the schedule."""
     if not platforms.choices().has_kernel_library or (plan.is_differentiated and not schedule.is_one_block):
         return None
     sizes, rows, num_keys = plan.sizes, math.prod(x.q.shape[:3]), x.k.shape[1]
@@ -43,13 +42,13 @@ def of_values(plan: Plan, x: Operands, pairs: Pairs, schedule: Schedule) -> "For
         return None
     if num_keys > sizes.key_tile and rows < sizes.fewest_rows_of_one_kernel:
         return None
-    # Up to how many keys blocks, which may be skipped, are not faster.
+    # Up to this many keys blocks, some of which may be skipped, are not faster.
     most = sizes.most_keys_of_kernels if pairs.has_only() else sizes.key_tile - 1
     return Formula(plan.reach) if num_keys <= most or not masks_any(plan, pairs) else None
 
 
 def with_weights_kept(plan: Plan, x: Operands, pairs: Pairs) -> "Formula | None":
-    """The kernel, if JAX's own derivative of it, which keeps all weights, is to serve."""
+    """The kernel, if its derivative is JAX's own, which keeps all weights; else None."""
     sizes, num_keys = plan.sizes, x.k.shape[1]
     if not (_is_served(plan, x, pairs) and x.bias is None) or num_keys >= sizes.fewest_keys_of_few_queries:
         return None
@@ -80,7 +79,7 @@ class Formula(Kernel):
             bias = jnp.where(jnp.isfinite(bias), bias, 0).astype(wide.dtype)
         mask = all_unmasked(plan, pairs, q.shape[1], k.shape[1])
         if mask is not None:
-            # A query that sees no key is computed as if it saw all.
+            # A query without a key is computed as if it saw all keys.
             mask = mask if sees_any is None else mask | ~sees_any[..., None]
             limit = jnp.where(mask, wide.dtype.type(jnp.inf), wide.dtype.type(-jnp.inf))
         return queries_by_problem(q, k.shape[2]), jnp.moveaxis(k, 1, 3), keys_by_problem(v), bias, limit
@@ -109,14 +108,14 @@ class Formula(Kernel):
         o = joined([_dot(jax.nn.softmax(logits(t, s, queries, keys)), take(values, 2, s)) for t, s in parts])
         if not plan.needs_lse:
             return o, jnp.zeros_like(o[..., 0])
-        # XLA would else write the logits to memory, for both of their users.
+        # Otherwise XLA would write the logits to memory, for both uses.
         held = lax.optimization_barrier((queries, keys))
         return o, joined([jax.nn.logsumexp(logits(t, s, *held), -1, keepdims=True) for t, s in parts])[..., 0]
 
 
 @jax.custom_jvp
 def _limited(x: Array, limit: Array) -> Array:
-    """The minimum; its derivative is the identity, since the softmax gives masked logits none."""
+    """The minimum. Its derivative is the identity: the softmax already gives masked logits none."""
     return jnp.minimum(x, limit)
 
 
@@ -126,11 +125,11 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """The products `[B, K, G, T, n]` of arrays `[B, K, G, T, m]` with those of their key heads, `[B, K, m, n]`.
+    """The products `[B, K, G, T, n]` of `a` `[B, K, G, T, m]` with `b` `[B, K, m, n]`.
 
-    A matrix with the rows of all query heads of a key head would be slower: the library then has to reshape logits.
+    One matrix with the rows of all query heads of a key head would be slower: the library would reshape the logits.
     """
-    of_query_heads = jnp.broadcast_to(b[:, :, None], (*a.shape[:3], *b.shape[2:]))
+    repeated = jnp.broadcast_to(b[:, :, None], (*a.shape[:3], *b.shape[2:]))
     dimensions, wide = (((4,), (3,)), ((0, 1, 2), (0, 1, 2))), wide_dtype(b.dtype)
-    product = lax.dot_general(a.astype(b.dtype), of_query_heads, dimensions, preferred_element_type=wide)
+    product = lax.dot_general(a.astype(b.dtype), repeated, dimensions, preferred_element_type=wide)
     return without_sign_of_zero(product) if 1 in (*a.shape[3:], b.shape[3]) else product

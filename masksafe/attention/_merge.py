@@ -30,8 +30,8 @@ class Partial(NamedTuple):
     l: Array  # [..., 1]
 
     @classmethod
-    def nothing(cls, like: Array, width: int) -> Partial:
-        """The results for no key of queries `[..., 1]`, which vary over the devices as `like` does."""
+    def empty(cls, like: Array, width: int) -> Partial:
+        """The results for no key, of queries `[..., 1]`; they vary over devices as `like` does."""
         zero = jnp.zeros_like(like, wide_dtype(like.dtype))
         return cls(jnp.broadcast_to(zero, (*zero.shape[:-1], width)), zero - jnp.inf, zero)
 
@@ -44,16 +44,16 @@ class Partial(NamedTuple):
         return Partial(self.o * decay + other.o * growth, m, self.l * decay + other.l * growth)
 
     def divided(self) -> Partial:
-        """With the output, and `l` 1 for a query that sees no key.
+        """With the output in place of the sum, and an `l` of 1 for a query that sees no key.
 
-        What is bad has a NaN as its largest logit. It is taken from there, since XLA's CPU compiler of jax 0.12 makes
-        a number of the exponential of a NaN that it has selected in the same loop.
+        A bad query has a NaN as its largest logit. The NaN is taken from there: in XLA's CPU compiler of jax 0.12 the
+        exponential of a NaN that was selected in the same loop is a number.
         """
         l = jnp.where(jnp.isnan(self.m), self.m, jnp.where(self.l == 0, 1, self.l))
         return Partial(self.o / l, self.m, l)
 
     def multiplied(self) -> Partial:
-        """The inverse of `divided`; `plus` ignores what a query that sees no key has."""
+        """The inverse of `divided`, except for a query that sees no key, which `plus` ignores."""
         return Partial(self.o * self.l, self.m, self.l)
 
     @property
@@ -112,7 +112,7 @@ def merge_attention(outs: Sequence[ArrayLike] | Array, logsumexps: Sequence[Arra
     for argument, arrays in (("outs", outs), ("logsumexps", logsumexps)):
         is_array = isinstance(arrays, (jax.Array, np.ndarray)) and arrays.ndim > 0
         if not is_array and not isinstance(arrays, Sequence):
-            expected = "a sequence of arrays, or an array with an axis in front"
+            expected = "a sequence of arrays, or an array whose first axis is that of the sets"
             raise TypeError(message(_OP, argument, f"type {type(arrays).__name__}", expected))
     parts = [as_float_array(_OP, f"outs[{i}]", x) for i, x in enumerate(outs)]
     lses = [as_float_array(_OP, f"logsumexps[{i}]", x) for i, x in enumerate(logsumexps)]
@@ -139,7 +139,7 @@ def _merge_widened(outs: Arrays, lses: Arrays) -> _Result:
 
 
 def with_sinks(out: Array, lse: Array, sinks: Array) -> Array:
-    """The wide output `[..., N, width]` for one more key of each query head, whose logit is the sink `[N]` and value 0.
+    """The wide output `[..., N, width]` with one more key for each query head, of the sink `[N]` as logit and value 0.
 
     A query that sees no key sees no sink either.
     """
@@ -162,19 +162,19 @@ def _forward(outs: Outs, lses: Arrays) -> tuple[_Result, _Residuals]:
 
 def _reverse(residuals: _Residuals, cotangents: _Result) -> tuple[Outs, Arrays]:
     (outs, lses, out), (d_out, d_lse) = residuals, cotangents
-    # A query without cotangents takes no part, as in the reverse pass of attention: it may be full of NaN.
-    is_wanted = any_of(d_out != 0, -1) | (d_lse != 0)
-    live_lses = tuple(jnp.where(is_wanted, lse, -jnp.inf) for lse in lses)
-    _, weights, _ = _softmax(live_lses)
+    # A query without cotangents takes no part, as in attention: it may be full of NaN.
+    is_needed = any_of(d_out != 0, -1) | (d_lse != 0)
+    needed_lses = tuple(jnp.where(is_needed, lse, -jnp.inf) for lse in lses)
+    _, weights, _ = _softmax(needed_lses)
 
     def pull_back(part: Array | None, weight: Array, lse: Array) -> tuple[Array | None, Array]:
-        is_live = (lse != -jnp.inf)[..., None]
-        difference = jnp.where(is_live, (0 if part is None else part) - out, 0)
+        sees_any = (lse != -jnp.inf)[..., None]
+        difference = jnp.where(sees_any, (0 if part is None else part) - out, 0)
         slope = jnp.sum(jnp.where(d_out == 0, 0, difference * d_out), -1)
-        d_part = None if part is None else jnp.where(is_live, weight[..., None] * d_out, 0)
-        return d_part, jnp.where(is_live[..., 0], weight * (slope + d_lse), 0)
+        d_part = None if part is None else jnp.where(sees_any, weight[..., None] * d_out, 0)
+        return d_part, jnp.where(sees_any[..., 0], weight * (slope + d_lse), 0)
 
-    d_outs, d_lses = zip(*map(pull_back, outs, weights, live_lses), strict=True)
+    d_outs, d_lses = zip(*map(pull_back, outs, weights, needed_lses), strict=True)
     return d_outs, d_lses
 
 
@@ -183,7 +183,7 @@ merge_parts = rule(_forward, _reverse, static_argnums=())
 
 
 def _softmax(lses: Arrays) -> tuple[Array, Arrays, Array]:
-    """The largest of the logsumexps, the weights of the parts, 0 if nothing was seen, and the sum of exponentials."""
+    """The largest logsumexp, the weights of the parts, which are 0 for a query without keys, and their divisor."""
     largest = lax.stop_gradient(functools.reduce(jnp.maximum, lses))
     sees_any = largest != -jnp.inf  # True for a NaN, which must stay visible
     shift = jnp.where(sees_any, largest, 0)

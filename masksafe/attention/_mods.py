@@ -1,7 +1,7 @@
 """The user's functions of a pair of a query and a key: `score_mod`, which changes a logit, and `mask_mod`.
 
-They are traced once, for one pair, and then applied to the pairs of a block. What they close over become arguments, so
-that a rule of derivatives may use it, and gives its gradient.
+They are traced once, for one pair, and then applied to the pairs of a block. Arrays that they close over become
+arguments, so that a derivative rule may use them and return their gradients.
 """
 
 import dataclasses
@@ -28,16 +28,18 @@ _OP = "dot_product_attention"
 
 
 class Program:
-    """A traced function, as a static argument: JAX finds what it compiled for an equal one.
+    """A traced function as a static argument: JAX finds the program that it compiled for an equal one.
 
-    Functions made anew in each call are then not compiled anew. They are equal if they read alike, and if what the text
-    does not show is equal, too: constants of inner functions, and rules of derivatives.
+    So a function that is made anew in each call is not compiled anew. Two are equal if their jaxprs have the same text,
+    and the same things that the text does not show: constants of inner functions, and derivative rules.
     """
 
     def __init__(self, jaxpr: Jaxpr, is_captured: tuple[bool, ...]) -> None:
         self.jaxpr = jaxpr
-        self.is_captured = is_captured  # for each constant whether it gets a gradient; the inputs follow them
-        self._first_input = len(is_captured) - len(jaxpr.constvars)  # of a mask the arrays are inputs of the jaxpr, too
+        self.is_captured = is_captured  # whether each constant gets a gradient; the inputs follow the constants
+        self._first_input = len(is_captured) - len(
+            jaxpr.constvars
+        )  # the arrays of a mask are inputs of the jaxpr as well
         self._key = str(jaxpr), is_captured, tuple(_hidden(jaxpr))
 
     def __eq__(self, other: object) -> bool:
@@ -48,13 +50,13 @@ class Program:
 
     @property
     def uses(self) -> tuple[bool, ...]:
-        """Which of the inputs have an effect."""
+        """Which inputs have an effect."""
         used = {id(v) for equation in self.jaxpr.eqns for v in equation.invars} | set(map(id, self.jaxpr.outvars))
         return tuple(id(v) in used for v in self.jaxpr.invars[self._first_input :])
 
 
 def _hidden(jaxpr: Jaxpr) -> Iterator[Any]:
-    """What the text of a jaxpr may not show; arrays by identity."""
+    """The parts of a jaxpr that its text may not show; arrays by identity."""
     for equation in jaxpr.eqns:
         yield from (id(x.val) for x in equation.invars if isinstance(x, Literal) and np.ndim(x.val))
         for x in _parameters(equation):
@@ -73,7 +75,7 @@ def _parameters(equation: Any) -> list[Any]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mod:
-    """A user's function, with what it closes over."""
+    """A user's function, with the arrays that it closes over."""
 
     captured: Arrays  # of floats, which get gradients
     others: Arrays
@@ -83,12 +85,12 @@ class Mod:
         """The function, with other arrays in place of those captured."""
         return dataclasses.replace(self, captured=captured)
 
-    def of_pair(self, captured: Arrays, *inputs: Any) -> Array:
-        """The function, with other arrays in place of those captured."""
+    def on_pair(self, captured: Arrays, *inputs: Any) -> Array:
+        """The function of one pair, with other arrays in place of those captured."""
         kinds = {True: iter(captured), False: iter(self.others)}
         constants = [next(kinds[kind]) for kind in self.program.is_captured]
         (result,) = _evaluate(self.program.jaxpr, constants, inputs)
-        if not any(self.program.uses):  # but it has to vary as the pairs do
+        if not any(self.program.uses):  # it has to vary over devices as the pairs do
             result = _varying_alike([result, *inputs])[0]
         return result
 
@@ -108,7 +110,7 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
     for equation in jaxpr.eqns:
         arguments = _varying_alike([value(x) for x in equation.invars])
         inner, primitive = equation.params.get("jaxpr"), equation.primitive
-        if primitive.name in _RETYPINGS:  # which JAX refuses for what varies more here than where it was traced
+        if primitive.name in _RETYPINGS:  # JAX refuses it for an array that varies more here than where it was traced
             results: Sequence[Any] = arguments
         elif primitive.name == "jit" and is_program(inner):
             results = _evaluate(*open_program(inner), arguments)
@@ -146,7 +148,7 @@ def _varying_alike(values: Sequence[Any]) -> list[Array]:
 
 
 def trace(argument: str, fn: Any, logit_dtype: Any = None) -> Mod | None:
-    """The user's function, traced for one pair; a mask if it gets no logit, which else has the dtype."""
+    """The user's function, traced for one pair: a `mask_mod` if `logit_dtype` is None, else a `score_mod`."""
     if fn is None:
         return None
     if not callable(fn):
@@ -155,21 +157,22 @@ def trace(argument: str, fn: Any, logit_dtype: Any = None) -> Mod | None:
     indices = [jax.ShapeDtypeStruct((), jnp.int32)] * len(_INDICES)
     if isinstance(fn, AttentionMask) and is_mask:
         arrays = jax.tree.leaves(fn)
-        if all(isinstance(x, jax.Array) for x in arrays):  # no function of the user is in it
+        if all(isinstance(x, jax.Array) for x in arrays):  # it contains no function of the user
             return Mod((), tuple(arrays), _program_of_mask(_call_mask.trace(fn, *indices).jaxpr))
     _check_parameters(argument, fn, _INDICES if is_mask else ["logit", *_INDICES])
     inputs = indices if is_mask else [jax.ShapeDtypeStruct((), logit_dtype), *indices]
     try:
         closed, result = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     except jax.errors.TracerBoolConversionError as error:
-        hint = "Write &, | and ~, or jnp.logical_and and its like, and jnp.where in place of if."
+        hint = "Write &, | and ~ (or jnp.logical_and, ...), and jnp.where in place of if."
         found = "a function that asks whether a traced value is true, as and, or, not and if do"
         raise TypeError(message(_OP, argument, found, "one that computes with arrays alone", hint)) from error
     _check_result(argument, result, is_mask)
     constants = list(map(jnp.asarray, closed.consts))
     is_captured = tuple(bool(jnp.issubdtype(x.dtype, jnp.inexact)) for x in constants)
     captured, others = (
-        tuple(x for x, kind in zip(constants, is_captured, strict=True) if kind == wanted) for wanted in (True, False)
+        tuple(x for x, kind in zip(constants, is_captured, strict=True) if kind == is_float)
+        for is_float in (True, False)
     )
     return Mod(captured, others, Program(closed.jaxpr, is_captured))
 
@@ -181,7 +184,7 @@ def _call_mask(mask: AttentionMask, *pair: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _program_of_mask(traced: Any) -> Program:
-    """That of a mask without a function of the user, which JAX traces once: its arrays come first."""
+    """The program of a mask without a function of the user, which JAX traces once; its arrays come first."""
     return Program(traced.jaxpr, (False,) * (len(traced.jaxpr.invars) - len(_INDICES)))
 
 
@@ -191,7 +194,7 @@ _INDICES = ["batch", "head", "query_position", "key_position"]
 def _check_parameters(argument: str, fn: Callable[..., Any], names: list[str]) -> None:
     try:
         signature = inspect.signature(fn)
-    except ValueError:  # some functions do not tell
+    except ValueError:  # some functions have no signature
         return
     try:
         signature.bind(*names)
@@ -213,8 +216,8 @@ def _check_result(argument: str, result: Any, is_mask: bool) -> None:
 
 # Applied to the pairs of a block.
 
-# Which of the indices, of sample, head, query and key, go along each axis of a block of pairs, each with its first axis
-# that is left.
+# For each axis of a block of pairs, the `in_axes` of the indices of sample, head, query and key: None for an index that
+# does not go along it, 0 for the first of the remaining axes.
 _INDICES_ALONG = (
     (0, None, 0, 0),
     (None, 0, None, None),
@@ -226,7 +229,7 @@ Indices = tuple[Array, Array, Array, Array]  # [B], [K, G], [B, T], [B, S]
 
 
 def _over_axes(fn: Callable[..., Array], axes: Sequence[tuple[int | None, ...]]) -> Callable[..., Array]:
-    """`fn` of a pair over axes of a block, from the outermost on; each axis names the inputs that go along it."""
+    """`fn` of a pair, mapped over axes of a block, from the outermost on; each axis has its `in_axes`."""
     for in_axes in reversed(axes):
         fn = jax.vmap(fn, in_axes)
     return fn
@@ -235,38 +238,38 @@ def _over_axes(fn: Callable[..., Array], axes: Sequence[tuple[int | None, ...]])
 def mask_of(mod: Mod, indices: Indices) -> Array:
     """The booleans of a `mask_mod` `[B, K, G, T, S]`, with size 1 on axes along which they cannot differ."""
     uses = mod.program.uses
-    # Whole on an explicit mesh: JAX does not look anything up by indices that are split.
+    # Whole on an explicit mesh: JAX refuses a look-up by indices that are split.
     whole = [jax.sharding.reshard(x, PartitionSpec()) if is_sharded(x) else x for x in indices]
     used = [x if is_used else 0 for x, is_used in zip(whole, uses, strict=True)]
     along = [
         tuple(a if is_used else None for a, is_used in zip(in_axes, uses, strict=True)) for in_axes in _INDICES_ALONG
     ]
     differing = [in_axes for in_axes in along if set(in_axes) != {None}]
-    result = _over_axes(functools.partial(mod.of_pair, mod.captured), differing)(*used)
+    result = _over_axes(functools.partial(mod.on_pair, mod.captured), differing)(*used)
     return jnp.expand_dims(result, [i for i, in_axes in enumerate(along) if set(in_axes) == {None}])
 
 
 def modified(mod: Mod, captured: Arrays, x: Array, indices: Indices) -> Array:
     """The logits of a block after `score_mod`."""
 
-    def of_block(x: Array, captured: Arrays, *indices: Array) -> Array:
-        fn = _over_axes(functools.partial(mod.of_pair, captured), [(0, *in_axes) for in_axes in _INDICES_ALONG])
+    def on_block(x: Array, captured: Arrays, *indices: Array) -> Array:
+        fn = _over_axes(functools.partial(mod.on_pair, captured), [(0, *in_axes) for in_axes in _INDICES_ALONG])
         return fn(x, *indices).astype(x.dtype)
 
-    return _with_automatic_axes(of_block, x, captured, *indices)
+    return _with_automatic_axes(on_block, x, captured, *indices)
 
 
 def modified_where(mod: Mod, captured: Arrays, x: Array, indices: Indices, mask: Array) -> Array:
-    """The same, in whose derivatives a masked pair has no part.
+    """The same, but a masked pair has no part in its derivatives.
 
-    In its place stands an unmasked pair of the block: so the function is never asked about a masked one. In a block
-    without any, what was captured gets no gradient.
+    An unmasked pair of the block replaces it, so that the function never sees a masked pair. In a block without an
+    unmasked pair, captured arrays get no gradient.
     """
 
-    def of_block(x: Array, captured: Arrays, mask: Array, *indices: Array) -> Array:
+    def on_block(x: Array, captured: Arrays, mask: Array, *indices: Array) -> Array:
         sample, head, query, key = indices
-        of_samples, of_heads = sample[:, None, None, None, None], head[None, ..., None, None]
-        arrays = x, of_samples, of_heads, query[:, None, None, :, None], key[:, None, None, None]
+        samples, heads = sample[:, None, None, None, None], head[None, ..., None, None]
+        arrays = x, samples, heads, query[:, None, None, :, None], key[:, None, None, None]
         mask = jnp.broadcast_to(mask, x.shape)
         _, is_first = first_of(mask)
 
@@ -274,18 +277,18 @@ def modified_where(mod: Mod, captured: Arrays, x: Array, indices: Indices, mask:
             array = jnp.broadcast_to(array, x.shape)
             return jnp.where(mask, array, jnp.sum(jnp.where(is_first, array, 0), dtype=array.dtype))
 
-        is_live = jnp.any(mask)
-        captured = tuple(jnp.where(is_live, a, lax.stop_gradient(a)) for a in captured)
-        fn = _over_axes(functools.partial(mod.of_pair, captured), [(0,) * len(arrays)] * x.ndim)
+        has_unmasked = jnp.any(mask)
+        captured = tuple(jnp.where(has_unmasked, a, lax.stop_gradient(a)) for a in captured)
+        fn = _over_axes(functools.partial(mod.on_pair, captured), [(0,) * len(arrays)] * x.ndim)
         return fn(*map(only_unmasked, arrays)).astype(x.dtype)
 
-    return _with_automatic_axes(of_block, x, captured, mask, *indices)
+    return _with_automatic_axes(on_block, x, captured, mask, *indices)
 
 
 def _with_automatic_axes(fn: Callable[..., Array], x: Array, *arguments: Any) -> Array:
     """`fn(x, *arguments)`, where the compiler splits its arrays if the logits `x` are split over an explicit mesh.
 
-    JAX asks for the sharding of what is looked up in an array, which the user's function does not say.
+    JAX requires the sharding of a look-up in an array, which the user's function does not give.
     """
     if not is_sharded(x):
         return fn(x, *arguments)

@@ -1,10 +1,10 @@
 """Which pairs of a query and a key are masked.
 
-A query and a key have numbers: an index, a position and a segment. One function compares these, `_may_see`. Of a pair
-it tells whether the pair is unmasked; of a tile of queries and a tile of keys, whose numbers lie between two bounds,
-whether any of their pairs may be. So structural masks are stored as arrays over queries and over keys, a mask of pairs
-exists only for the block in work, and tiles without unmasked pairs are skipped. Masks that are arrays over pairs, and
-functions, are looked at pair by pair.
+A query and a key have numbers: an index, a position and a segment. One function compares these, `_may_see`. It says
+whether a pair is unmasked; and for a tile of queries and a tile of keys, whose numbers lie between two bounds, whether
+any of their pairs may be unmasked. So structural masks are stored as arrays over queries and over keys, a mask of pairs
+exists for one block at a time, and tiles without unmasked pairs are skipped. Arrays over pairs and functions are
+evaluated pair by pair.
 """
 
 import functools
@@ -26,13 +26,13 @@ from masksafe.attention._plan import Plan, Reach
 
 
 class Pairs(NamedTuple):
-    """What masks pairs, or belongs to them. None masks nothing.
+    """The masks of pairs, and other data of queries and keys. None masks nothing.
 
     An array has the axes that `AXES` declares: b of samples, k of key heads, g of the query heads of each, t of queries
     and s of keys. Along b, and in arrays over pairs along all of them, it may have size 1, where it broadcasts.
     """
 
-    query_index: Array | None = None  # among the queries of all devices; None for those of one device
+    query_index: Array | None = None  # the global index; None on one device
     key_index: Array | None = None
     query_positions: Array | None = None  # None for the index
     key_positions: Array | None = None
@@ -47,10 +47,10 @@ class Pairs(NamedTuple):
     samples: Array | None = None  # their indices, for mods
     heads: Array | None = None  # likewise
     words: Array | None = None  # random ones, for dropout
-    bad_queries: Array | None = None  # whose unmasked pairs have a NaN as their logit; likewise of the next one
+    bad_queries: Array | None = None  # the logits of their unmasked pairs are NaN, as are those of bad keys
     bad_keys: Array | None = None
-    unneeded: Array | None = None  # queries that take no part in the reverse pass; of the plain form, masked ones
-    showing: Array | None = None  # queries in whose logits a bad tangent shows; None stands for all
+    unneeded: Array | None = None  # queries without a part in the reverse pass; in the plain form masked ones
+    showing: Array | None = None  # queries in whose logits a bad tangent shows; None: all
 
     def at(self, places: dict[str, Tile]) -> "Pairs":
         """With the parts of the arrays at the places."""
@@ -59,7 +59,7 @@ class Pairs(NamedTuple):
         return self._replace(**parts)
 
     def has_only(self, *names: str) -> bool:
-        """Whether nothing else than these masks pairs, besides the reach."""
+        """Whether only the reach and these fields mask pairs."""
         return all(getattr(self, name) is None for name in _MASKS if name not in names)
 
 
@@ -81,12 +81,12 @@ _MASKS = (
 
 
 def cut(x: Array, axes: str, places: dict[str, Tile]) -> Array:
-    """The part of `x` at the places; an axis of size 1 stays whole, as one that has no place."""
+    """The part of `x` at the places; an axis of size 1, or without a place, stays whole."""
     return part(x, _places_in(x, axes, places))
 
 
 def add_at(x: Array, addend: Array, places: dict[str, Tile], names: str = OVER_PAIRS) -> Array:
-    """An array over pairs plus `addend` at the places, which is summed over the axes along which `x` broadcasts."""
+    """`x`, an array over pairs, plus `addend` at the places, summed over the axes along which `x` broadcasts."""
     axes = [a for a in range(addend.ndim) if x.shape[a] == 1 < addend.shape[a]]
     summed = jnp.sum(addend, axes, keepdims=True) if axes else addend
     return add_to_part(x, summed.astype(x.dtype), _places_in(x, names, places))
@@ -127,7 +127,7 @@ def by_query_head(x: Array) -> Array:
 
 
 class _Numbers(NamedTuple):
-    """Of a query or a key, or of a tile of them: the lowest and the highest of each number; None if it has none."""
+    """The lowest and the highest of each number of a query or a key, or of a tile of them; None if it has none."""
 
     index: Any
     position: Any
@@ -158,9 +158,9 @@ def _numbers(
     bounds: Callable[[Array, str], Any],
     place: Callable[..., Any],
 ) -> tuple[_Numbers, _Numbers]:
-    """Those of queries and of keys, where they matter: each array as its bounds, at its place among the axes."""
+    """The numbers of queries and of keys that matter: the bounds of each array, on the axis of queries or keys."""
 
-    def of(side: str, axis: str) -> _Numbers:
+    def numbers_of(side: str, axis: str) -> _Numbers:
         given = {name: getattr(pairs, f"{side}_{name}") for name in ("index", "positions", "segments", "lengths")}
 
         def at_place(found: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -178,11 +178,11 @@ def _numbers(
             None if length is None else place(length[:, None], axis),
         )
 
-    return of("query", "t"), of("key", "s")
+    return numbers_of("query", "t"), numbers_of("key", "s")
 
 
 def unmasked(plan: Plan, own: Pairs, places: dict[str, Tile]) -> Array | None:
-    """Which pairs of some queries and keys are unmasked, up to broadcasting; None for all. `own` are these pairs."""
+    """Which pairs of some queries and keys are unmasked, up to broadcasting; None: all. `own` are these pairs."""
 
     def place(x: Array, axis: str) -> Array:
         return x[:, None, None, :, None] if axis == "t" else x[:, None, None, None, :]
@@ -225,19 +225,19 @@ def _indices(own: Pairs, places: dict[str, Tile]) -> Indices:
 
 
 class Block(NamedTuple):
-    """What the pairs of some queries and keys are. Arrays are `[B, K, G, queries, keys]` up to broadcasting."""
+    """The data of the pairs of some queries and keys, `[B, K, G, queries, keys]` up to broadcasting."""
 
-    mask: Array | None  # where they are unmasked; None means everywhere
+    mask: Array | None  # where pairs are unmasked; None: everywhere
     bias: Array | None
     is_bad: Array | None
-    kept: Array | None  # where dropout keeps a weight; None means everywhere
-    shows: Array | None  # where a bad tangent shows; None means everywhere
+    kept: Array | None  # where dropout keeps a weight; None: everywhere
+    shows: Array | None  # where a bad tangent shows; None: everywhere
     indices: Indices | None  # the arguments of a mod
     score_mod: Mod | None
     places: dict[str, Tile]  # in arrays over pairs
 
     def with_bad_keys(self, bad_keys: Array) -> "Block":
-        """The same, if these keys `[B, K, keys]` are bad."""
+        """The block, with these keys `[B, K, keys]` bad as well."""
         return self._replace(is_bad=either(self.is_bad, bad_keys[:, :, None, None]))
 
 
@@ -256,7 +256,7 @@ def block_of(plan: Plan, pairs: Pairs, places: dict[str, Tile]) -> Block:
     return block if own.bad_keys is None else block.with_bad_keys(own.bad_keys)
 
 
-# Tiles with nothing unmasked are skipped. Where numbers are known while tracing, so is the table, an array of NumPy.
+# Tiles without unmasked pairs are skipped. Where numbers are known while tracing, the table is an array of NumPy.
 
 
 def masks_any(plan: Plan, pairs: Pairs) -> bool:
@@ -265,13 +265,13 @@ def masks_any(plan: Plan, pairs: Pairs) -> bool:
 
 
 def static_reach(plan: Plan, pairs: Pairs) -> Reach | None:
-    """The reach, if it is one of the index; else None."""
+    """The reach, if it compares indices; else None."""
     arrays = pairs.query_index, pairs.key_index, pairs.query_positions, pairs.key_positions
     return plan.reach if all(x is None for x in arrays) else None
 
 
 def unmasked_tiles(plan: Plan, pairs: Pairs, queries: Tiles, keys: Tiles) -> Any:
-    """Where a tile of queries may see one of keys, `[queries.number, keys.number]`; None for everywhere."""
+    """Which tiles of queries may see which tiles of keys, `[queries.number, keys.number]`; None: all."""
     tiles = {"t": queries, "s": keys}
 
     def bounds(x: Array, axis: str) -> tuple[Array, Array]:
@@ -298,14 +298,14 @@ def unmasked_tiles(plan: Plan, pairs: Pairs, queries: Tiles, keys: Tiles) -> Any
         return table
     by_pairs = Pairs(*(x if name in _BY_PAIRS else None for name, x in pairs._asdict().items()))
 
-    def of_queries(i: Any) -> Array:
+    def on_queries(i: Any) -> Array:
         mask = unmasked(plan._replace(reach=None), *_at(by_pairs, t=queries.tile(i), s=whole(keys.length)))
         assert mask is not None
         by_key = any_of(mask, (0, 1, 2, 3))
         return any_of(keys.by_tile(by_key, 0), 1) if by_key.shape[0] > 1 else by_key
 
     are_alike = pairs.mask_mod is None and all(x.shape[3] == 1 for x in arrays)
-    found = of_queries(jnp.zeros((), jnp.int32))[None] if are_alike else queries.map(of_queries)
+    found = on_queries(jnp.zeros((), jnp.int32))[None] if are_alike else queries.map(on_queries)
     return both(table, jnp.broadcast_to(found, (queries.number, keys.number)))
 
 
@@ -319,8 +319,8 @@ def _at(pairs: Pairs, **places: Tile) -> tuple[Pairs, dict[str, Tile]]:
     return pairs.at(places), places
 
 
-# What queries see of all keys: for the contract around a kernel. Where only the reach and lengths mask, a query sees
-# the keys of an interval, and nothing is as large as all pairs.
+# What queries see of all keys, for the contract around a kernel. Where only the reach and lengths mask, a query sees
+# an interval of keys, and no array is as large as all pairs.
 
 
 def all_unmasked(plan: Plan, pairs: Pairs, num_queries: Any, num_keys: Any) -> Array | None:
@@ -329,12 +329,12 @@ def all_unmasked(plan: Plan, pairs: Pairs, num_queries: Any, num_keys: Any) -> A
 
 
 def are_intervals(pairs: Pairs) -> bool:
-    """Whether each query sees the keys of an interval."""
+    """Whether each query sees an interval of keys."""
     return pairs.has_only("query_lengths", "key_lengths")
 
 
 def sees_any(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> Any:
-    """Which queries see any key, `[B, K, G, T]` up to broadcasting; None for all."""
+    """Which queries see any key, `[B, K, G, T]` up to broadcasting; None: all."""
     if not are_intervals(pairs):
         mask = all_unmasked(plan, pairs, num_queries, num_keys)
         return None if mask is None else any_of(jnp.broadcast_to(mask, (*mask.shape[:3], num_queries, num_keys)), -1)
@@ -351,7 +351,7 @@ def sees_any(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> Any:
 
 
 def may_be_seen(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> Any:
-    """Which keys lie within the lengths and the reach of a query, `[B, S]`; None for all."""
+    """Which keys lie within the lengths and the reach of a query, `[B, S]`; None: all."""
     left, right = static_reach(plan, pairs) or (None, num_keys)
     s = np.arange(num_keys, dtype=np.int32)[None]
     found: Any = (s < num_queries + right) & (True if left is None else s >= -left)
@@ -361,7 +361,7 @@ def may_be_seen(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> An
 
 
 def see_bad(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> Array:
-    """Which queries are bad or see something bad, `[B, K, G, T]`. The pairs are looked at only if anything is."""
+    """Which queries are bad or see something bad, `[B, K, G, T]`. Pairs are compared only if anything is bad."""
     bad_queries, bad_keys = pairs.bad_queries, pairs.bad_keys
     assert bad_queries is not None
     assert bad_keys is not None
@@ -410,7 +410,7 @@ def marked_bias(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int, bad: 
 
 
 def _any_within(bad: Array, number: int, before: int | None, behind: int | None) -> Array:
-    """For each of so many places, whether an element along the last axis is True that lies within a distance of it."""
+    """For each of `number` places, whether a True is at most `before` before it and at most `behind` after it."""
     length, place = bad.shape[-1], np.arange(number, dtype=np.int32)
     if before is None and behind is None:
         return any_of(bad, -1, keepdims=True)

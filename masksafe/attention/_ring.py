@@ -1,15 +1,15 @@
 r"""Attention over time that is split over the devices of a mesh axis: keys and values go round, queries stay.
 
-In every step a device works on the keys and values that it holds, while they are sent on to the next device. With the
-outputs :math:`o_r`, the largest logits :math:`m_r` and the sums of exponentials :math:`l_r` of the steps :math:`r`,
+In every step a device computes with the keys and values that it has, while they are sent on to the next device. With
+the outputs :math:`o_r`, the largest logits :math:`m_r` and the sums of exponentials :math:`l_r` of the steps :math:`r`,
 those of all keys are
 
 .. math::
   m = \max_r m_r, \qquad l = \sum_r e^{m_r - m} l_r, \qquad o = \frac1l \sum_r e^{m_r - m} l_r o_r.
 
-The reverse pass needs of the forward pass only these three. With them the weights of a step are those among all keys,
-so the cotangents of the steps are parts of sums: those of queries are added up where they are, while those of keys and
-values travel with these and return to their own device at the end (Liu, Zaharia and Abbeel, "Ring Attention", 2023).
+The reverse pass needs only these three from the forward pass. With them the weights of a step are those among all keys,
+so the cotangents of the steps add up: those of queries on their device, while those of keys and values travel with
+these and return to their own device at the end (Liu, Zaharia and Abbeel, "Ring Attention", 2023).
 """
 
 from collections.abc import Callable
@@ -30,13 +30,13 @@ from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import OVER_PAIRS, Pairs, add_at, by_heads, cut, unmasked_tiles
 from masksafe.attention._plan import Operands, Plan, Reach, Ring
 
-_FEW_STEPS = 3  # are not a loop: then nothing is sent that no device needs
+_FEW_STEPS = 3  # up to this many steps are not a loop, so that nothing is sent in vain
 
 _State = TypeVar("_State")
 
 
 def ring_of(axis_name: AxisName, reach: Reach | None, num_queries: int, num_keys: int) -> Ring | None:
-    """The ring of a mesh axis, with as few steps as a static mask allows, for so many queries and keys per device."""
+    """The ring of a mesh axis, with as few steps as a static mask allows; the numbers are those of one device."""
     if axis_name is None:
         return None
     size = lax.axis_size(axis_name)
@@ -44,14 +44,14 @@ def ring_of(axis_name: AxisName, reach: Reach | None, num_queries: int, num_keys
     if reach is None or not (isinstance(num_queries, int) and isinstance(num_keys, int)) or num_keys == 0:
         return whole
     left, right = reach
-    places = []  # by which the devices are before the one whose queries see their keys
+    places = []  # how far before a device the devices are whose keys its queries see
     for device in range(size):
         first_key = 0 if left is None else max(0, device * num_queries - left)
         last_key = min(size * num_keys - 1, (device + 1) * num_queries - 1 + right)
         if first_key <= last_key:
             places += [device - last_key // num_keys, device - first_key // num_keys]
     if not places:
-        return Ring(axis_name, size, 0, 1)  # of which all is masked
+        return Ring(axis_name, size, 0, 1)  # all is masked
     first, steps = min(places), max(places) - min(places) + 1
     # A whole round begins with the device's own keys, so that nothing is sent before the first step.
     fits = steps < size or (steps == size and first == 0)
@@ -71,7 +71,7 @@ def run_forward(inner: Callable[[Plan, Operands, Pairs], Partial], plan: Plan, x
     """`inner(plan, x, pairs)` for the keys of all devices of the ring."""
     ring = plan.ring
     assert ring is not None
-    # JAX sums the cotangent of an array over devices where it begins to vary: so not in every step.
+    # JAX sums the cotangent of an array over devices where the array begins to vary: so once, not in every step.
     x = vary_with(x, (x, pairs))
 
     def visit(step: Any, moving: _Moving, state: Partial) -> Partial:
@@ -80,12 +80,12 @@ def run_forward(inner: Callable[[Plan, Operands, Pairs], Partial], plan: Plan, x
         def add(state: Partial) -> Partial:
             return state.plus(inner(plan, *seen).multiplied())
 
-        if plan.is_plain:  # JAX differentiates it: so it recomputes each step instead of storing it
+        if plan.is_plain:  # JAX differentiates it, and recomputes each step instead of storing it
             return jax.checkpoint(add)(state)
         return _if_any(plan, add, state, *seen)
 
-    nothing: Partial = vary_with(Partial.nothing(x.q[..., :1], x.v.shape[-1]), x.q)
-    return _go_round(ring, visit, x, pairs, nothing).divided()
+    empty: Partial = vary_with(Partial.empty(x.q[..., :1], x.v.shape[-1]), x.q)
+    return _go_round(ring, visit, x, pairs, empty).divided()
 
 
 def run_reverse(
@@ -105,7 +105,7 @@ def run_reverse(
         def add(sums: Operands) -> Operands:
             d = inner(plan, seen, rows, seen_pairs)
             bias, first_key = sums.bias, _first_key(ring, step, moving.k)
-            if bias is not None and d.bias is not None:  # that of all keys
+            if bias is not None and d.bias is not None:  # the bias of all keys
                 keys = {"s": Tile(first_key, moving.k.shape[1], first_key, False)}
                 bias = add_at(bias, d.bias.reshape(*bias.shape[:3], -1), keys, "bnts")
             captured = tuple(a + b for a, b in zip(sums.captured, d.captured, strict=True))
@@ -113,8 +113,8 @@ def run_reverse(
 
         return _if_any(plan, add, sums, seen, seen_pairs)
 
-    nothing = jax.tree.map(lambda a: jnp.zeros_like(a, wide_dtype(a.dtype)), x)
-    sums = _go_round(ring, visit, x, pairs, vary_with(nothing, x.q))
+    zeros = jax.tree.map(lambda a: jnp.zeros_like(a, wide_dtype(a.dtype)), x)
+    sums = _go_round(ring, visit, x, pairs, vary_with(zeros, x.q))
     way_home = -(ring.first + ring.steps - 1)
     dk, dv = (devices.from_before(a, way_home) for a in (sums.k, sums.v))
     return sums._replace(k=dk, v=dv)
@@ -126,7 +126,7 @@ def run_reverse(
 def _go_round(
     ring: Ring, visit: Callable[[Any, _Moving, _State], _State], x: Operands, pairs: Pairs, state: _State
 ) -> _State:
-    """`state` after `visit(step, moving, state)` for every step; what moves is sent on before the visit is over."""
+    """`state` after `visit(step, moving, state)` for every step; the arrays are sent on during the visit."""
     devices = Devices(ring.axis_name)
     moving = _Moving(x.k, x.v, *devices.varying((pairs.key_positions, pairs.key_segments)))
 
@@ -144,7 +144,7 @@ def _go_round(
 
 
 def _if_any(plan: Plan, add: Callable[[_State], _State], state: _State, x: Operands, pairs: Pairs) -> _State:
-    """`add(state)` if any of these queries sees any of these keys, else `state`; nothing is sent in there."""
+    """`add(state)` if any of these queries sees any of these keys, else `state`; `add` sends nothing."""
     num_queries, num_keys = x.q.shape[1], x.k.shape[1]
     pairs = pairs._replace(bias=by_heads(x.bias, x.k.shape[2]))
     table = unmasked_tiles(plan, pairs, divide(num_queries, plan.sizes.query_tile), divide(num_keys, num_keys))
@@ -155,12 +155,12 @@ def _if_any(plan: Plan, add: Callable[[_State], _State], state: _State, x: Opera
 
 
 def _first_key(ring: Ring, step: Any, k: Array) -> Array:
-    """The index of the first of these keys among those of all devices."""
+    """The global index of the first of these keys."""
     return jnp.remainder(lax.axis_index(ring.axis_name) - (ring.first + step), ring.size) * k.shape[1]
 
 
 def _seen_in_step(ring: Ring, step: Any, moving: _Moving, x: Operands, pairs: Pairs) -> tuple[Operands, Pairs]:
-    """The operands and pairs of this device's queries and the keys that it has in a step."""
+    """The operands and pairs of this device's queries with the keys of this step."""
     num_keys, first_key = moving.k.shape[1], _first_key(ring, step, moving.k)
     keys = {"s": Tile(first_key, num_keys, first_key, False)}
     allowed = None if pairs.allowed is None else cut(pairs.allowed, OVER_PAIRS, keys)

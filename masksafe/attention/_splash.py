@@ -1,12 +1,12 @@
 r"""Splash attention, the kernel for TPUs that ships with JAX, under the contract.
 
-Its kernels *select* a number in place of masked logits. So they mark what is bad by themselves: NaN in place of a bad
-query or key shows in the queries that see it and in no other. A query that sees no key has an average as its output and
-that number as its logsumexp, which tells.
+Its kernels *select* a number in place of masked logits. So bad elements need no marks: a NaN in place of a bad query or
+key shows in the queries that see it and in no other. A query that sees no key gets an average as its output, and that
+number as its logsumexp, by which it is known.
 
-The reverse pass gets clean operands, for its products contract over masked pairs. It computes the weights anew, as
-:math:`e^{x - \lambda}`: with :math:`\lambda = \infty` a query takes no part, and with one below all logits, but above
-the number that masks, its unmasked pairs alone have infinite weights, whose products with 0 are NaN.
+The reverse pass gets clean operands, since its products contract over masked pairs. It computes the weights again, as
+:math:`e^{x - \lambda}`. A query with :math:`\lambda = \infty` takes no part. A bad query gets a :math:`\lambda` below
+all logits but above the number that masks: its unmasked pairs have infinite weights, whose products with 0 are NaN.
 
 JAX's own rule for the kernels has no gradient of the logsumexp. So their functions are called here, which are private.
 """
@@ -33,18 +33,20 @@ from masksafe.attention._pairs import Pairs, sees_any
 from masksafe.attention._plan import Operands, Plan
 
 _PATH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
-_OF_REVERSE = "q k v segment_ids sinks logsumexp do di bq bkv {}is_mqa mask_info mask_value attn_logits_soft_cap {}"
-_OF_REVERSE += "q_layout k_layout v_layout mask_function interpret"
+_REVERSE_PARAMETERS = (
+    "q k v segment_ids sinks logsumexp do di bq bkv {}is_mqa mask_info mask_value attn_logits_soft_cap {}"
+)
+_REVERSE_PARAMETERS += "q_layout k_layout v_layout mask_function interpret"
 _PARAMETERS = {
     "forward": "fwd_mask_info q k v segment_ids sinks mask_value is_mqa block_sizes residual_checkpoint_name "
     "save_residuals mask_function attn_logits_soft_cap interpret",
-    "bwd_dkv": _OF_REVERSE.format("bkv_compute ", "use_fused_bwd_kernel "),
-    "bwd_dq": _OF_REVERSE.format("", ""),
+    "bwd_dkv": _REVERSE_PARAMETERS.format("bkv_compute ", "use_fused_bwd_kernel "),
+    "bwd_dq": _REVERSE_PARAMETERS.format("", ""),
 }
 
-_MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # in place of a masked logit; others are at least -2**124
+_MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # the value of a masked logit; others are at least -2**124
 _BELOW_ALL = -1e38
-_FEWEST_QUERIES = 128  # fewer would be padded, and keys and values copied for them
+_FEWEST_QUERIES = 128  # fewer would be padded, and keys and values copied
 _NO_QUERY, _NO_KEY = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).min + 1
 
 
@@ -100,7 +102,7 @@ def _function(name: str) -> Any:
 
 
 class Blocks(NamedTuple):
-    """The form in blocks, for several devices over which the compiler splits arrays, and for all other derivatives."""
+    """The form in blocks: where the compiler splits arrays over devices, and for all other derivatives."""
 
     forward: Callable[..., Any]
     reverse: Callable[..., Any]
@@ -121,7 +123,7 @@ def attend(blocks: Blocks, plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array
 
 
 def _by_kernels(kernels: Callable[..., Any], in_blocks: Callable[..., Any], likes: Callable[..., Any]) -> Any:
-    """The function of arrays `[B, ...]` that takes kernels where they can run, with results of the types of `likes`."""
+    """A function of arrays `[B, ...]` that calls kernels where they can run; its results have the types of `likes`."""
 
     def run(*args: Any) -> Any:
         return kernels(*args) if has_functions() else in_blocks(*args)
@@ -182,15 +184,15 @@ def _sizes(x: Operands) -> tuple[int, int]:
     return x.q.shape[1], x.k.shape[1]
 
 
-def _block(length: int) -> int:
-    """The size of a block, of which one at the end is filled up: large ones are faster, if they are not too empty."""
+def _block_size(length: int) -> int:
+    """The size of a block. Large blocks are faster, unless the last one is padded too much."""
     return next((size for size in (512, 256) if -length % size <= length // 8), 128)
 
 
 def _heads_first(x: Array, fill: float = 0) -> Array:
-    """`[B, time, heads, ...]` as the kernels take it."""
+    """`[B, time, heads, ...]` in the layout of the kernels, padded to whole blocks."""
     padding = [(0, 0)] * x.ndim
-    padding[2] = 0, -x.shape[1] % _block(x.shape[1])
+    padding[2] = 0, -x.shape[1] % _block_size(x.shape[1])
     return jnp.pad(jnp.swapaxes(x, 1, 2), padding, constant_values=fill)
 
 
@@ -200,31 +202,31 @@ def _time_first(x: Array, length: int) -> Array:
 
 @functools.cache
 def _mask(reach: Any, sizes: tuple[int, int], in_reverse: bool) -> Any:
-    """The blocks that a static mask leaves, which takes seconds for long sequences, and its function of a pair."""
+    """The unmasked blocks of a static mask, which takes seconds for long sequences, and its function of a pair."""
     masks, infos = (importlib.import_module(_PATH + name) for name in ("mask", "mask_info"))
-    blocks = tuple(map(_block, sizes))
+    blocks = tuple(map(_block_size, sizes))
     shape = tuple(size + -size % block for size, block in zip(sizes, blocks, strict=True))
     mask = masks.MultiHeadMask([masks.FullMask(shape) if reach is None else masks.LocalMask(shape, reach, 0)])
     return (infos.process_mask_dkv if in_reverse else infos.process_mask)(mask, blocks)
 
 
 def _segments(pairs: Pairs, x: Operands) -> Any:
-    """Segments for the kernels, in which nothing sees a key that is masked by a length or fills up a block."""
+    """Segments for the kernels, in which no query sees a key beyond a length or in the padding of a block."""
     given = pairs.query_lengths, pairs.key_lengths, pairs.query_segments
-    if all(a is None for a in given) and x.k.shape[1] % _block(x.k.shape[1]) == 0:
+    if all(a is None for a in given) and x.k.shape[1] % _block_size(x.k.shape[1]) == 0:
         return None
 
-    def of(length: int, segments: Array | None, lengths: Array | None, none: int) -> Array:
+    def padded_ids(length: int, segments: Array | None, lengths: Array | None, none: int) -> Array:
         ids = jnp.zeros((1, length), jnp.int32) if segments is None else segments.astype(jnp.int32)
         ids = jnp.maximum(ids, _NO_KEY + 1)
         if lengths is not None:
             ids = jnp.where(jnp.arange(length) < lengths[:, None], ids, none)
-        ids = jnp.pad(ids, ((0, 0), (0, -length % _block(length))), constant_values=none)
+        ids = jnp.pad(ids, ((0, 0), (0, -length % _block_size(length))), constant_values=none)
         return jnp.broadcast_to(ids, (x.q.shape[0], ids.shape[1]))
 
     num_queries, num_keys = _sizes(x)
-    queries = of(num_queries, pairs.query_segments, pairs.query_lengths, _NO_QUERY)
-    return _kernels().SegmentIds(queries, of(num_keys, pairs.key_segments, pairs.key_lengths, _NO_KEY))
+    queries = padded_ids(num_queries, pairs.query_segments, pairs.query_lengths, _NO_QUERY)
+    return _kernels().SegmentIds(queries, padded_ids(num_keys, pairs.key_segments, pairs.key_lengths, _NO_KEY))
 
 
 def _scaled(q: Array, plan: Plan, bad: float) -> Array:
@@ -233,11 +235,11 @@ def _scaled(q: Array, plan: Plan, bad: float) -> Array:
 
 def _run(config: Config, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
     sizes, q = _sizes(x), _scaled(x.q, config.plan, jnp.nan)
-    # Any NaN in a key shows. Element by element, k and v are read once.
+    # One NaN in a key is enough. Element by element, k and v are read once.
     has_good_value = is_good(x.v) if x.v.shape == x.k.shape else are_good(x.v)[..., None]
     k = jnp.where(is_good(x.k) & has_good_value, x.k, jnp.nan)
     mask_info, mask_function = _mask(config.plan.reach, sizes, False)
-    blocks, options = _kernels().BlockSizes(*map(_block, sizes)), (config.plan.soft_cap, config.interprets)
+    blocks, options = _kernels().BlockSizes(*map(_block_size, sizes)), (config.plan.soft_cap, config.interprets)
     rest = None, _MASKED, False, blocks, None, needs_lse, mask_function, *options
     run: Any = jax.vmap(lambda *args: _function("forward")(mask_info, *args, *rest))
     results = run(*map(_heads_first, (q, k, cleaned(x.v))), _segments(pairs, x))
@@ -252,12 +254,12 @@ def _run(config: Config, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Ar
 
 def _pull_back(config: Config, x: Operands, pairs: Pairs, results: Any, d: tuple[Array, Array]) -> Operands:
     plan, sizes, (o, lse), (do, dlse) = config.plan, _sizes(x), results, d
-    wanted = _contract.are_wanted(do, dlse)[..., 0] & (lse != -jnp.inf)
-    used = wanted & ~jnp.isnan(lse) & _contract.are_cotangents_good(do, dlse)
+    needed = _contract.are_needed(do, dlse)[..., 0] & (lse != -jnp.inf)
+    used = needed & ~jnp.isnan(lse) & _contract.are_cotangents_good(do, dlse)
     do, dlse = jnp.where(used[..., None], do, 0), jnp.where(used, dlse, 0)
     delta = jnp.sum(jnp.where(used[..., None], o, 0).astype(jnp.float32) * do.astype(jnp.float32), -1) - dlse
-    lse = jnp.where(used, lse, jnp.where(wanted, _BELOW_ALL, jnp.inf))
-    bq, bkv = map(_block, sizes)
+    lse = jnp.where(used, lse, jnp.where(needed, _BELOW_ALL, jnp.inf))
+    bq, bkv = map(_block_size, sizes)
     options = dict.fromkeys(("q_layout", "k_layout", "v_layout"), _kernels().QKVLayout.HEAD_DIM_MINOR)
     options |= {"bq": bq, "bkv": bkv, "is_mqa": False, "mask_value": _MASKED}
     options |= {"attn_logits_soft_cap": plan.soft_cap, "interpret": config.interprets}
@@ -271,7 +273,7 @@ def _pull_back(config: Config, x: Operands, pairs: Pairs, results: Any, d: tuple
         _, dk, dv = pull_back("bwd_dkv", True, args, bkv_compute=bkv, use_fused_bwd_kernel=False)
         return pull_back("bwd_dq", False, args), dk, dv
 
-    # Else XLA would scale queries for both passes at once, and keep those of the second one.
+    # Otherwise XLA would scale queries once for both passes, and store the result.
     q = _scaled(lax.optimization_barrier(x.q), plan, 0)
     operands = map(_heads_first, (q, cleaned(x.k), cleaned(x.v)))
     rows = _heads_first(lse, jnp.inf), _heads_first(do), _heads_first(delta)

@@ -74,7 +74,7 @@ def undo_zigzag(x: ArrayLike, shards: int, *, axis: int = 1) -> Array:
 
 
 def _reordered(op: str, x: ArrayLike, shards: int, axis: int, *, undo: bool) -> Array:
-    # On the host, labels of 64 bits stay what they are.
+    # An array of NumPy stays on the host, so that JAX does not narrow its 64 bits.
     xp: Any = np if isinstance(x, np.ndarray) else jnp
     array: Any = x if isinstance(x, np.ndarray) else as_array(op, "x", x)
     (axis,) = canonical_axes(op, axis, array.ndim)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, masks, own_shard_map, precision, sharding
+from masksafe._core import arguments, masks, per_device, precision, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, Pytree, jitted
 from masksafe._reductions import mean
-from masksafe.losses._negatives import OfNegatives, Reduction, Scaling, Side, over_negatives, value_over_negatives
-from masksafe.losses._rows import _reading
+from masksafe.losses._negatives import NegativesConfig, Reduction, Scaling, Side, over_negatives, value_over_negatives
+from masksafe.losses._rows import _arguments
 
 
 class _Batch(NamedTuple):
@@ -92,8 +92,8 @@ def info_nce_loss(
     """
     op = "info_nce_loss"
     batch = _read(op, x, y, _as_scalar(op, "scale", scale), None, where, ids)
-    of_columns = arguments.as_bool(op, "symmetric", symmetric)
-    return _loss(*_read_static(op, "logsumexp", of_columns, reduction, axis_name, block_size), batch)
+    with_columns = arguments.as_bool(op, "symmetric", symmetric)
+    return _loss(*_read_static(op, "logsumexp", with_columns, reduction, axis_name, block_size), batch)
 
 
 @public_op
@@ -177,21 +177,26 @@ def _as_ids(op: str, ids: object) -> Array:
 
 
 def _read_static(
-    op: str, of_rows: Reduction, of_columns: bool, reduction: LossReduction, axis_name: object, block_size: object
-) -> tuple[OfNegatives, LossReduction]:
+    op: str,
+    row_reduction: Reduction,
+    with_columns: bool,
+    reduction: LossReduction,
+    axis_name: object,
+    block_size: object,
+) -> tuple[NegativesConfig, LossReduction]:
     arguments.as_choice(op, "reduction", reduction, REDUCTIONS)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
-    return OfNegatives(of_rows, of_columns, _reading.read_block_size(op, block_size), devices), reduction
+    return NegativesConfig(row_reduction, with_columns, _arguments.read_block_size(op, block_size), devices), reduction
 
 
 @jitted(0, 1)
-def _loss(config: OfNegatives, reduction: LossReduction, batch: _Batch) -> Array:
+def _loss(config: NegativesConfig, reduction: LossReduction, batch: _Batch) -> Array:
     vectors, number, row = PartitionSpec("rows", None), PartitionSpec(), PartitionSpec("rows")
-    of_all = vectors, vectors, number, number, row, row
-    names = tuple(None if x is None else of_x for x, of_x in zip(batch, of_all, strict=True))
+    all_names = vectors, vectors, number, number, row, row
+    names = tuple(None if x is None else name for x, name in zip(batch, all_names, strict=True))
     devices = config.devices
-    of_rows = functools.partial(_of_rows, config)
-    losses = own_shard_map.along_devices(of_rows, devices, tuple(batch), names, row, ("rows",))
+    on_device = functools.partial(_row_losses, config)
+    losses = per_device.along_devices(on_device, devices, tuple(batch), names, row, ("rows",))
     if reduction == "none":
         return losses
     if reduction == "mean":
@@ -199,28 +204,30 @@ def _loss(config: OfNegatives, reduction: LossReduction, batch: _Batch) -> Array
     return devices.sum(jnp.sum(losses))
 
 
-def _of_rows(config: OfNegatives, devices: sharding.Devices, *arrays: Pytree) -> Array:
+def _row_losses(config: NegativesConfig, devices: sharding.Devices, *arrays: Pytree) -> Array:
     """The losses `[N]`, 0 where masked."""
-    # Arrays are still split over explicit axes if there is no `jax.shard_map`, as under checkify: then each device has
-    # all rows.
+    # Without `jax.shard_map`, as under checkify, explicit axes still split the arrays: then each device gathers all
+    # rows.
     x, y, scale, bias, where, ids = jax.tree.map(lambda x: sharding.gathered_along(x, *range(x.ndim)), arrays)
     wide = jnp.promote_types(precision.wide_dtype(x.dtype), precision.wide_dtype(y.dtype))
     x, y = (x, y) if x.dtype == y.dtype else (x.astype(wide), y.astype(wide))
     scale, bias = jax.tree.map(lambda number: number.astype(wide), (scale, bias))
-    number, of_vectors = x.shape[0], None if where is None else where[:, None]
-    x, y = masks.selected(x, of_vectors), masks.selected(y, of_vectors)
+    number, column = x.shape[0], None if where is None else where[:, None]
+    x, y = masks.selected(x, column), masks.selected(y, column)
     first = devices.first(number)
     keys = ids if ids is not None else jnp.arange(number, dtype=jnp.int32) + (0 if first is None else first)
     config = config._replace(devices=devices)
-    of_negatives = value_over_negatives if devices.are_samples else over_negatives
-    sums = of_negatives(config, Scaling(scale, bias), Side(x, keys, where), Side(y, keys, where))
-    of_pair = scale * jnp.sum(precision.widened(x) * precision.widened(y), 1)  # a row and its partner
-    of_pair = of_pair if bias is None else of_pair + bias
-    of_pair = masks.selected(of_pair, where)  # a bad scale times 0 is NaN, which has a gradient of NaN
+    evaluate = value_over_negatives if devices.are_samples else over_negatives
+    sums = evaluate(config, Scaling(scale, bias), Side(x, keys, where), Side(y, keys, where))
+    pair_logits = scale * jnp.sum(precision.widened(x) * precision.widened(y), 1)  # a row and its partner
+    pair_logits = pair_logits if bias is None else pair_logits + bias
+    pair_logits = masks.selected(pair_logits, where)  # a bad scale times 0 is NaN, which has a gradient of NaN
     if bias is not None:
-        return masks.selected(jax.nn.softplus(-of_pair) + sums.rows, where)
-    of_pair = of_pair + jnp.where(of_pair == jnp.inf, jnp.nan, 0.0)  # a softmax with an infinite logit is NaN
-    losses = jax.nn.softplus(sums.rows - of_pair)
+        return masks.selected(jax.nn.softplus(-pair_logits) + sums.rows, where)
+    pair_logits = pair_logits + jnp.where(
+        pair_logits == jnp.inf, jnp.nan, 0.0
+    )  # a softmax with an infinite logit is NaN
+    losses = jax.nn.softplus(sums.rows - pair_logits)
     if sums.columns is not None:
-        losses = (losses + jax.nn.softplus(sums.columns - of_pair)) / 2
+        losses = (losses + jax.nn.softplus(sums.columns - pair_logits)) / 2
     return masks.selected(losses, where)

@@ -13,9 +13,9 @@ from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._labelled import Labelled, read_integer_labels
 from masksafe.losses._layout import as_mask_of_classes_or_rows, broadcast_widened
-from masksafe.losses._rows import _reading
+from masksafe.losses._rows import _arguments
 from masksafe.losses._rows._cross_entropy import CrossEntropy
-from masksafe.losses._rows._dense import OfLabels, label_outputs, target_loss_of_rows
+from masksafe.losses._rows._dense import LabelConfig, label_outputs, target_loss_of_rows
 
 
 @public_op
@@ -224,10 +224,10 @@ def softmax_cross_entropy_with_integer_labels(
     op = "softmax_cross_entropy_with_integer_labels"
     hint = "For soft labels and one-hot rows use softmax_cross_entropy."
     axis_name = sharding.as_axis_name(op, axis_name)
-    label_smoothing, z_loss = _reading.read_smoothing(op, label_smoothing, z_loss)
+    label_smoothing, z_loss = _arguments.read_smoothing(op, label_smoothing, z_loss)
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where, axis_name, hint)
-    formula = CrossEntropy.of_loss(label_smoothing, z_loss, over_live_classes=label_smoothing > 0)
-    outputs = label_outputs(OfLabels(formula, axes, axis_name), inputs, None)
+    formula = CrossEntropy.for_loss(label_smoothing, z_loss, over_unmasked_classes=label_smoothing > 0)
+    outputs = label_outputs(LabelConfig(formula, axes, axis_name), inputs, None)
     factors = (factor for factor in (1 - label_smoothing, label_smoothing, z_loss) if factor > 0)
     losses = tuple(x if factor == 1 else x * factor for x, factor in zip(outputs, factors, strict=True))
     as_shared = lambda x: sharding.Devices(axis_name).shared(x.astype(inputs.logits.dtype))  # noqa: E731

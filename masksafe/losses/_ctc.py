@@ -138,7 +138,7 @@ def _as_paddings(op: str, argument: str, paddings: ArrayLike) -> Array:
 
 
 def _are_on_the_right(paddings: Array) -> Array:
-    """Whether each label is padded, or none before it is."""
+    """Whether each label is padding, or follows no padding."""
     padded = paddings != 0
     return padded | (jnp.cumsum(padded, 1) == 0)
 
@@ -153,31 +153,33 @@ def _ctc_loss(
     _check_shapes(op, logits, frame_paddings, labels, label_paddings, blank_id)
     mask = as_mask_of_elements_or_rows(op, where, logits.shape, (1, 2))
 
-    live = jnp.broadcast_to((frame_paddings == 0)[..., None], logits.shape)
-    live = live if mask is None else live & mask
-    frames = frame_paddings == 0 if mask is None else jnp.any(live, -1)
-    live_labels = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
-    allowed = live_labels[..., None] if mask is None else live_labels[..., None] & jnp.any(live, 1, keepdims=True)
+    unmasked = jnp.broadcast_to((frame_paddings == 0)[..., None], logits.shape)
+    unmasked = unmasked if mask is None else unmasked & mask
+    frames = frame_paddings == 0 if mask is None else jnp.any(unmasked, -1)
+    unmasked_labels = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
+    allowed = (
+        unmasked_labels[..., None] if mask is None else unmasked_labels[..., None] & jnp.any(unmasked, 1, keepdims=True)
+    )
     bad_labels = label_checks.check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None)
-    text, checked = "0 on the right of a padded label, as if 1 meant a label", jnp.any(frames, 1, keepdims=True)
+    text, checked = "0 on the right of a padded label (1 means padding)", jnp.any(frames, 1, keepdims=True)
     bad_paddings = label_checks.check_elements(
         op, label_paddings, labels.shape, checked, _are_on_the_right, text, argument="label_paddings"
     )
 
-    log_probs = log_softmax(wide_selected(logits, live), -1, live)
+    log_probs = log_softmax(wide_selected(logits, unmasked), -1, unmasked)
     dtype = precision.default_or_wider(log_probs.dtype)
     log_probs = jnp.moveaxis(log_probs, 1, 0).astype(dtype)  # time first
     log_epsilon = jnp.asarray(log_epsilon, dtype)
-    state, states = _scan_frames(log_probs, frames.T, labels, live_labels, blank_id, log_epsilon)
+    state, states = _scan_frames(log_probs, frames.T, labels, unmasked_labels, blank_id, log_epsilon)
 
     # The sequence may end in its last label or in a blank.
     last_blank = _merge_into_blank(state.blank, state.label)
-    loss = -elements_at(last_blank, jnp.sum(live_labels, 1, keepdims=True))[:, 0]
+    loss = -elements_at(last_blank, jnp.sum(unmasked_labels, 1, keepdims=True))[:, 0]
     loss += lax.stop_gradient(jnp.maximum(-loss, 0))  # a sum of probabilities that is rounded may exceed 1
     is_valid = is_class(labels, logits.shape[-1])
-    loss *= nan_unless(jnp.all(is_valid | ~live_labels, 1), dtype)
+    loss *= nan_unless(jnp.all(is_valid | ~unmasked_labels, 1), dtype)
     if mask is not None:
-        is_ruled_out = live_labels & is_valid & ~jnp.any(at_label(labels, logits.shape[-1]) & allowed, -1)
+        is_ruled_out = unmasked_labels & is_valid & ~jnp.any(at_label(labels, logits.shape[-1]) & allowed, -1)
         loss += jnp.where(jnp.any(is_ruled_out, 1), jnp.inf, 0).astype(dtype)
     bad = either(bad_labels, bad_paddings)
     loss = label_checks.nan_where_bad(selected(loss, jnp.any(frames, 1)), None if bad is None else jnp.any(bad, 1))
@@ -186,31 +188,31 @@ def _ctc_loss(
 
 @jitted(4)
 def _scan_frames(
-    log_probs: Array, frames: Array, labels: Array, live_labels: Array, blank_id: int, log_epsilon: Array
+    log_probs: Array, frames: Array, labels: Array, unmasked_labels: Array, blank_id: int, log_epsilon: Array
 ) -> tuple[_State, _State]:
     """The state after the last frame, and the states after every frame."""
     batch, length = labels.shape
-    labels = jnp.where(live_labels & is_class(labels, log_probs.shape[-1]), labels, 0)
+    labels = jnp.where(unmasked_labels & is_class(labels, log_probs.shape[-1]), labels, 0)
     # Two equal labels in succession need a blank between them.
-    repeats = (labels[:, :-1] == labels[:, 1:]) & live_labels[:, 1:]
+    repeats = (labels[:, :-1] == labels[:, 1:]) & unmasked_labels[:, 1:]
     repeats = jnp.pad(repeats, ((0, 0), (0, 1)))[:, :length]
     if_repeated, if_not = jnp.where(repeats, log_epsilon, 0), jnp.where(repeats, 0, log_epsilon)
 
     def step(state: _State, frame: tuple[Array, Array, Array]) -> tuple[_State, _State]:
-        blank_log_prob, label_log_probs, is_live = frame
+        blank_log_prob, label_log_probs, is_unmasked = frame
         ready = _merge_into_blank(state.blank, state.label + if_repeated)
         label = _log_add(ready[:, :-1], state.label) + label_log_probs
         blank = _merge_into_blank(ready + blank_log_prob, state.label + blank_log_prob + if_not)
-        is_live = is_live[:, None]
-        new = _State(jnp.where(is_live, blank, state.blank), jnp.where(is_live, label, state.label))
+        is_unmasked = is_unmasked[:, None]
+        new = _State(jnp.where(is_unmasked, blank, state.blank), jnp.where(is_unmasked, label, state.label))
         return new, new
 
     for_labels = elements_at(log_probs, jnp.broadcast_to(labels, (log_probs.shape[0], batch, length)))
-    # Frames that are not live are not used, but their -inf would make derivatives NaN.
+    # Masked frames are not used, but their -inf would make derivatives NaN.
     for_labels, for_blank = (selected(x, frames[..., None]) for x in (for_labels, log_probs[..., blank_id, None]))
-    nothing = jnp.zeros_like(log_probs[:1, :, :1]).sum(0) + log_epsilon
-    first_blank = jnp.where(jnp.arange(length + 1) == 0, 0, jnp.broadcast_to(nothing, (batch, length + 1)))
-    first = _State(first_blank, jnp.broadcast_to(nothing, (batch, length)))
+    log_zero = jnp.zeros_like(log_probs[:1, :, :1]).sum(0) + log_epsilon
+    first_blank = jnp.where(jnp.arange(length + 1) == 0, 0, jnp.broadcast_to(log_zero, (batch, length + 1)))
+    first = _State(first_blank, jnp.broadcast_to(log_zero, (batch, length)))
     return lax.scan(step, first, (for_blank, for_labels, frames))
 
 
@@ -221,8 +223,8 @@ def _merge_into_blank(blank: Array, label: Array) -> Array:
 
 def _log_add(a: Array, b: Array) -> Array:
     """log(e^a + e^b), whose derivatives are 0 where both are -inf."""
-    is_nothing = (a == -jnp.inf) & (b == -jnp.inf)
-    return jnp.where(is_nothing, -jnp.inf, jnp.logaddexp(jnp.where(is_nothing, 0, a), jnp.where(is_nothing, 0, b)))
+    are_zero = (a == -jnp.inf) & (b == -jnp.inf)
+    return jnp.where(are_zero, -jnp.inf, jnp.logaddexp(jnp.where(are_zero, 0, a), jnp.where(are_zero, 0, b)))
 
 
 def _check_shapes(
@@ -231,7 +233,7 @@ def _check_shapes(
     if logits.ndim != 3:
         raise ValueError(arguments.message(op, "logits", f"shape {logits.shape}", "[batch, time, num_classes]"))
     if labels.ndim != 2 or labels.shape[0] != logits.shape[0]:
-        expected = f"[batch, length], the batch being the {logits.shape[0]} of logits {logits.shape}"
+        expected = f"[batch, length] with the batch size {logits.shape[0]} of logits {logits.shape}"
         raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected))
     shapes = {"logit_paddings": (logit_paddings, logits.shape[:2]), "label_paddings": (label_paddings, labels.shape)}
     for name, (paddings, shape) in shapes.items():

@@ -208,12 +208,12 @@ def _evaluate(
 ) -> Array:
     dtype, row_axes = jnp.result_type(log_p, t), row_blocks.axes_of_row(axes, len(shape))
 
-    def of_rows(log_p: Array, t: Array, mask: Array | None) -> Array:
+    def loss_of_rows(log_p: Array, t: Array, mask: Array | None) -> Array:
         terms = terms_of(wide_selected(log_p, mask), wide_selected(t, mask))
         return jnp.sum(selected(terms, mask), row_axes)
 
     log_p, t = broadcast_alike((log_p, t), shape)
-    loss = row_blocks.map_row_blocks(of_rows, log_p, t, mask, leading=row_blocks.leading_axes(axes))
+    loss = row_blocks.map_row_blocks(loss_of_rows, log_p, t, mask, leading=row_blocks.leading_axes(axes))
     return label_checks.nan_where_bad(loss.astype(dtype), None if bad is None else unfolded.any_of(bad, axes))
 
 
@@ -225,8 +225,8 @@ def _kl_terms(log_p: Array, t: Array) -> Array:
 
 @jax.custom_jvp
 def _kl_terms_of_logs(log_p: Array, log_t: Array) -> Array:
-    # Where t is too small for a float, it is 0. Of log t this can be told without the exponential, which XLA would then
-    # compute in a kernel of its own on a GPU.
+    # Where t is too small for a float, it is 0. This is decided from log t, since XLA would compute the exponential in
+    # a kernel of its own on a GPU.
     is_zero = log_t < math.log(jnp.finfo(log_t.dtype).tiny)
     return jnp.where(is_zero, _zero_times_log(log_p), jnp.exp(log_t) * (log_t - log_p))
 

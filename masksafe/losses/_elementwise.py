@@ -1,11 +1,11 @@
-"""The scheme of the losses that need no custom derivative rule.
+"""The pattern of the losses that need no custom derivative rule.
 
 Masked elements are replaced by 0 before the arithmetic, which is done in at least float32, and their results are
 replaced by 0 after it. JAX's own derivatives for masked elements are then exactly 0.
 
 The arithmetic is jitted: in eager code it is then one call rather than one for each operation, and the NaN of masked
-elements stay hidden even from jax_debug_nans. The functions in it are static arguments, by which the compiled code is
-found again, so they must not be made anew in each call.
+elements stay hidden even from jax_debug_nans. Its functions are static arguments and part of the key of the
+compiled code, so they must not be made anew in each call.
 """
 
 import functools
@@ -29,7 +29,7 @@ from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 class Check(NamedTuple):
     """What a label has to be, while label checks are on."""
 
-    argument: str  # which one holds the labels
+    argument: str  # the name of the argument that holds the labels
     is_valid: Callable[[Array], Array]
     otherwise: str  # a description of invalid labels
 
@@ -47,8 +47,7 @@ def elementwise_loss(
     """`loss` of each element of the arguments, which broadcast together; 0 where masked, NaN where a label is bad.
 
     The result has the dtype to which JAX promotes `types`: names of arguments, numbers or dtypes. `loss` gets the
-    arguments by name. They are arrays or, for the sake of speed, numbers of Python; `ranges` are those that they may
-    hold.
+    arguments by name. They are arrays or, for speed, Python numbers; `ranges` says which numbers an argument may hold.
     """
     shape = broadcast_shapes(op, **{name: np.shape(x) for name, x in arguments.items()})
     mask = as_mask_of_elements_or_rows(op, where, shape, ())

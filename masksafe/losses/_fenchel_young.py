@@ -11,7 +11,7 @@ from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Pytree
 from masksafe.losses._elementwise import broadcast_alike
-from masksafe.losses._layout import as_mask_of_elements_or_rows, find_live_rows, wide_selected
+from masksafe.losses._layout import as_mask_of_elements_or_rows, find_unmasked_rows, wide_selected
 
 
 def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Array]:
@@ -59,7 +59,7 @@ def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Arr
         scores, targets = arguments.as_real_array(op, "scores", scores), arguments.as_real_array(op, "targets", targets)
         shape = arguments.broadcast_shapes(op, scores=scores.shape, targets=targets.shape)
         if scores.shape[-1:] != targets.shape[-1:] or not shape:
-            expected = f"[..., dim], dim being that of scores {scores.shape}"
+            expected = f"[..., dim] with the last axis of scores {scores.shape}"
             raise ValueError(arguments.message(op, "targets", f"shape {targets.shape}", expected))
         axes = (len(shape) - 1,)
         mask = as_mask_of_elements_or_rows(op, where, shape, axes)
@@ -71,7 +71,7 @@ def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Arr
         else:
             max_of_row = lambda s, w: max_fun(s, *args, where=w, **kwargs)  # noqa: E731
             largest = jnp.vectorize(max_of_row, signature="(n),(n)->()")(*broadcast_alike((s, mask), shape))
-        loss = selected(largest - jnp.sum(t * s, -1), find_live_rows(mask, axes))
+        loss = selected(largest - jnp.sum(t * s, -1), find_unmasked_rows(mask, axes))
         return jnp.broadcast_to(loss, shape[:-1]).astype(dtype)
 
     return fenchel_young_loss

@@ -57,13 +57,13 @@ def read_integer_labels(
 
 
 def element_at(x: Array, where: Array | None, label: Array) -> Array:
-    """x[..., label], -inf at a masked class, for labels `[..., 1]`; of any class for one that is none."""
+    """x[..., label] for labels `[..., 1]`: -inf at a masked class, and the element of any class out of range."""
     index = jnp.maximum(jnp.minimum(label, x.shape[-1] - 1), 0).astype(jnp.int32)
-    if switches.uses_plain_rules():  # for the sum in place of a look-up
+    if switches.uses_plain_rules():  # then `elements_at` sums over all classes
         x = selected(x, where)
-    # The mask is looked up as well, not applied before: a look-up in a masked copy would need the whole of it.
-    live = where if where is None or where.shape[-1] == 1 else elements_at(where, index)
-    return selected(elements_at(x, index), live, -jnp.inf)
+    # The mask is looked up as well: a look-up in a masked `x` would need a copy of all of `x`.
+    unmasked = where if where is None or where.shape[-1] == 1 else elements_at(where, index)
+    return selected(elements_at(x, index), unmasked, -jnp.inf)
 
 
 def elements_at(x: Array, index: Array) -> Array:

@@ -46,8 +46,8 @@ def as_mask_of_classes_or_rows(
     where = as_mask(op, "where", where)
     if where.ndim in (logits_ndim, len(shape)):
         return arguments.at_rank_of(op, "where", where, shape, "logits and labels together")
-    of_rows = "the loss, for a mask of rows; a mask of classes has the rank of logits"
-    return jnp.expand_dims(arguments.at_rank_of(op, "where", where, shape_without(axes, shape), of_rows), axes)
+    target = "the loss, for a mask of rows; a mask of classes has the rank of logits"
+    return jnp.expand_dims(arguments.at_rank_of(op, "where", where, shape_without(axes, shape), target), axes)
 
 
 def common_rows(op: str, labels: Array, axes: Axes, name: str, x: Array) -> tuple[int, ...]:
@@ -66,8 +66,8 @@ def shape_without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n for i, n in enumerate(shape) if i not in axes)
 
 
-def find_live_rows(where: Array | None, axes: Axes) -> Array | None:
-    """Which rows have an unmasked element; None means all."""
+def find_unmasked_rows(where: Array | None, axes: Axes) -> Array | None:
+    """Which rows have an unmasked element; None: all."""
     return None if where is None else unfolded.any_of(where, axes)
 
 

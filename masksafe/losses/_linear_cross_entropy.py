@@ -13,16 +13,16 @@ from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, as_whole_mask_of, both, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, jitted
-from masksafe.losses._rows import _reading
+from masksafe.losses._rows import _arguments
+from masksafe.losses._rows._block_sizes import Options
 from masksafe.losses._rows._cross_entropy import CrossEntropy
-from masksafe.losses._rows._options import Options
-from masksafe.losses._rows._rules import evaluate
+from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
 _OP = "linear_softmax_cross_entropy"
 
 
-class _CrossEntropyOptions(_reading.LabelOptions, total=False):
+class _CrossEntropyOptions(_arguments.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
     reduction: LossReduction
@@ -131,12 +131,13 @@ def linear_softmax_cross_entropy(
       with_components: whether to return the z-loss apart.
       class_mask: booleans `[V]`, split like the classes; False takes a class from the softmax, as for a padded
         vocabulary. :math:`V` and the sums are over the others.
-      with_predictions: whether to return what an accuracy needs too. "mean" and "sum" then cost as much as "none".
+      with_predictions: whether to return predicted classes and logsumexps too. "mean" and "sum" then cost as much as
+        "none".
 
     Returns:
       The loss; with `with_components` a pair of the cross-entropy and the term with :math:`\zeta`, which add up to the
       loss. It has the promoted dtype of features and kernel, but at least float32, and is 0, with gradients of 0, if
-      nothing is left. Masked tokens have gradients of 0 and no influence.
+      all is masked. Masked tokens have gradients of 0 and no influence.
 
       With `with_predictions` the class of the largest logit of every token follows, and :math:`\lambda`, both `[...]`.
       The classes are int32, the lowest of several, counted over all devices; -1 for a token that is masked, has a
@@ -174,55 +175,57 @@ def linear_softmax_cross_entropy(
       Chowdhery et al., "PaLM", 2022 (z-loss); Gemma Team, "Gemma 2", 2024 (soft cap); Szegedy et al., "Rethinking the
       Inception Architecture", 2016 (label smoothing).
     """
-    layer = _reading.read_layer(_OP, features, kernel, bias)
-    kernel, labels = layer.kernel, _reading.read_labels(_OP, layer.features, labels)
+    layer = _arguments.read_layer(_OP, features, kernel, bias)
+    kernel, labels = layer.kernel, _arguments.read_labels(_OP, layer.features, labels)
     where = as_whole_mask_of(_OP, where, labels.shape, "labels")
     arguments.as_choice(_OP, "reduction", reduction, REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    label_smoothing, z_loss = _reading.read_smoothing(_OP, label_smoothing, z_loss)
-    soft_cap = _reading.read_soft_cap(_OP, logit_soft_cap)
-    block_size = _reading.read_block_size(_OP, block_size)
-    class_mask = _reading.read_class_mask(_OP, class_mask, kernel)
+    label_smoothing, z_loss = _arguments.read_smoothing(_OP, label_smoothing, z_loss)
+    soft_cap = _arguments.read_soft_cap(_OP, logit_soft_cap)
+    block_size = _arguments.read_block_size(_OP, block_size)
+    class_mask = _arguments.read_class_mask(_OP, class_mask, kernel)
     if class_weights is not None:
-        class_weights = lax.stop_gradient(_reading.read_per_class(_OP, "class_weights", class_weights, kernel))
-        class_weights = selected(class_weights, class_mask, 1)  # a label at a masked class is to be seen
+        class_weights = lax.stop_gradient(_arguments.read_per_class(_OP, "class_weights", class_weights, kernel))
+        class_weights = selected(class_weights, class_mask, 1)  # the loss of a label at a masked class must show
         class_weights = _not_negative(precision.widened(class_weights))
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
     inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
-    where = inputs.live
-    of_tokens = None if weights is None else _cleaned(weights, where, labels.shape)
-    of_labels = _of_labels(axis_name, labels, class_weights, of_tokens)
+    where = inputs.unmasked
+    token_weights = None if weights is None else _cleaned(weights, where, labels.shape)
+    label_weights = _label_weights(axis_name, labels, class_weights, token_weights)
 
     dtype = precision.wide_dtype(layer.dtype)
-    terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
-    # What an output is multiplied by, for each token or for all.
+    terms = (1 - label_smoothing, label_weights), (label_smoothing, token_weights), (z_loss, token_weights)
+    # The factors of the outputs: scalars, or one for each token.
     factors = tuple(jnp.asarray(n, dtype) if w is None else w.astype(dtype) * n for n, w in terms if n > 0)
-    with_predictions = _reading.read_with_predictions(_OP, with_predictions, inputs, axis_name)
+    with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
     # A token that adds nothing to the loss costs no time, unless its predictions are asked for: a class weight of 0
     # does not mask them.
-    of_live = factors if not with_predictions else () if of_tokens is None else (of_tokens.astype(dtype),)
-    if of_live and all(factor.ndim for factor in of_live):
-        has_factor = functools.reduce(jnp.logical_or, [factor != 0 for factor in of_live])
-        inputs = inputs._replace(live=both(where, has_factor))
-    formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
+    needed_factors = (
+        factors if not with_predictions else () if token_weights is None else (token_weights.astype(dtype),)
+    )
+    if needed_factors and all(factor.ndim for factor in needed_factors):
+        has_factor = functools.reduce(jnp.logical_or, [factor != 0 for factor in needed_factors])
+        inputs = inputs._replace(unmasked=both(where, has_factor))
+    formula = CrossEntropy.for_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
     options = Options(formula, block_size, axis_name)
-    bad_rows = _reading.check_labels(_OP, inputs, class_mask, axis_name)
-    if formula.of_all_classes:
-        inputs = inputs._replace(class_weights=_of_smoothing(axis_name, inputs, class_weights))
+    bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
+    if formula.with_all_classes:
+        inputs = inputs._replace(class_weights=_smoothing_weights(axis_name, inputs, class_weights))
     with_components = arguments.as_bool(_OP, "with_components", with_components)
     results: tuple[Array, ...]
     predictions: tuple[Array, ...] = ()
     if with_components or with_predictions or reduction == "none":
         outputs = evaluate(options, inputs)
-        predictions = _reading.predictions(*outputs[-2:]) if with_predictions else ()
+        predictions = _arguments.predictions(*outputs[-2:]) if with_predictions else ()
         losses = tuple(_weighted(x, factor) for x, factor in zip(outputs, factors, strict=False))
         results = formula.components(losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
         results = (evaluate(options, inputs, factors),)
     if reduction == "mean":
-        if of_labels is not None:
-            total = moments.nonzero_divisor(unfolded.sum_of(selected(of_labels, where)).astype(dtype))
+        if label_weights is not None:
+            total = moments.nonzero_divisor(unfolded.sum_of(selected(label_weights, where)).astype(dtype))
         else:
             number = jnp.asarray(labels.size) if where is None else unfolded.number_of(where)
             total = jnp.maximum(number, 1).astype(dtype)
@@ -241,30 +244,30 @@ def linear_softmax_cross_entropy(
 def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Array:
     """The weights of the tokens, 0 under the mask."""
     weights = _not_negative(selected(jnp.broadcast_to(precision.widened(weights), shape), where))
-    return jnp.where(weights == 0, 0, weights)  # what takes no part has no gradient
+    return jnp.where(weights == 0, 0, weights)  # an element without weight has no gradient
 
 
 def _not_negative(weights: Array) -> Array:
     return jnp.where(weights < 0, jnp.nan, weights)
 
 
-def _of_labels(
-    axis_name: sharding.AxisName, labels: Array, class_weights: Array | None, of_tokens: Array | None
+def _label_weights(
+    axis_name: sharding.AxisName, labels: Array, class_weights: Array | None, token_weights: Array | None
 ) -> Array | None:
     if class_weights is None:
-        return of_tokens
-    weights = _reading.at_labels(class_weights, labels, axis_name)
+        return token_weights
+    weights = _arguments.at_labels(class_weights, labels, axis_name)
     classes = class_weights.size * sharding.Devices(axis_name).size
-    weights = jnp.where(is_class(labels, classes), weights, 1)  # a label out of range is to be seen
-    if of_tokens is None:
+    weights = jnp.where(is_class(labels, classes), weights, 1)  # the loss of a label out of range must show
+    if token_weights is None:
         return weights
     # The loss at the label may be infinite: the derivative of the product would be NaN.
-    is_zero = (of_tokens == 0) | (weights == 0) & ~jnp.isnan(of_tokens)
-    return jnp.where(is_zero, 0, of_tokens * weights.astype(of_tokens.dtype))
+    is_zero = (token_weights == 0) | (weights == 0) & ~jnp.isnan(token_weights)
+    return jnp.where(is_zero, 0, token_weights * weights.astype(token_weights.dtype))
 
 
-def _of_smoothing(axis_name: sharding.AxisName, inputs: LinearInputs, class_weights: Array | None) -> Array | None:
-    """The weights of the classes in label smoothing: 0 where a bias of -inf excludes one; the others share its part."""
+def _smoothing_weights(axis_name: sharding.AxisName, inputs: LinearInputs, class_weights: Array | None) -> Array | None:
+    """The class weights of label smoothing: 0 where a bias of -inf excludes a class, whose part the others share."""
     bias = inputs.layers[0].bias
     if bias is None:
         return class_weights

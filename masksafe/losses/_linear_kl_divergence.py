@@ -16,14 +16,14 @@ from masksafe._core.masks import as_whole_mask_of, either
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction
 from masksafe._core.unfolded import any_of, number_of
-from masksafe.losses._rows import _reading
+from masksafe.losses._rows import _arguments
+from masksafe.losses._rows._block_sizes import Options
 from masksafe.losses._rows._divergence import DIRECTIONS, Direction, Divergence, TopK, is_repeated
-from masksafe.losses._rows._options import Options
-from masksafe.losses._rows._rules import evaluate
+from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
-_PART = label_checks.Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
+_BETWEEN_0_AND_1 = label_checks.Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
 
 
 @public_op
@@ -82,7 +82,7 @@ def linear_kl_divergence(
 
     Returns:
       The divergence, in the promoted dtype of features and kernels, but at least float32. It is 0, with gradients of 0,
-      if no token or no class is left. Masked tokens and classes have gradients of 0 and no influence.
+      if all tokens or all classes are masked. Masked tokens and classes have gradients of 0 and no influence.
 
       * A bias of -inf excludes a class from one side; if it excludes all of them, the divergence is NaN. A class of
         probability 0 adds nothing; the divergence is +inf where its first distribution has a class that the second
@@ -103,8 +103,8 @@ def linear_kl_divergence(
       Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network", 2015; Agarwal et al., "On-Policy
       Distillation of Language Models", 2024; Hsu et al., "Liger Kernel", 2024.
     """
-    student = _reading.read_layer(_OP, features, kernel, bias)
-    teacher = _reading.read_layer(_OP, target_features, target_kernel, target_bias, of="target_")
+    student = _arguments.read_layer(_OP, features, kernel, bias)
+    teacher = _arguments.read_layer(_OP, target_features, target_kernel, target_bias, prefix="target_")
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     if teacher.features.shape[:-1] != tokens:
         expected = f"{tokens} and a last axis, the tokens of features {student.features.shape}"
@@ -112,16 +112,16 @@ def linear_kl_divergence(
     if teacher.kernel.shape[1] != classes:
         expected = f"{classes} classes, those of kernel {student.kernel.shape}"
         raise ValueError(message(_OP, "target_kernel", f"shape {teacher.kernel.shape}", expected))
-    live = as_whole_mask_of(_OP, where, tokens, "the tokens")
-    class_mask = _reading.read_class_mask(_OP, class_mask, student.kernel)
+    unmasked = as_whole_mask_of(_OP, where, tokens, "the tokens")
+    class_mask = _arguments.read_class_mask(_OP, class_mask, student.kernel)
     check_is_known(_OP, "target_gradients", target_gradients, "a bool")
     if not isinstance(target_gradients, bool):
         raise TypeError(message(_OP, "target_gradients", f"value {target_gradients!r}", "True or False"))
     options = _read_options(_OP, temperature, direction, beta, reduction, block_size, target_gradients=target_gradients)
     if not target_gradients:
         teacher = lax.stop_gradient(teacher)
-    inputs = LinearInputs((student, teacher), None, None, live).without_masked(class_mask)
-    return _reduced(options, reduction, inputs, live)
+    inputs = LinearInputs((student, teacher), None, None, unmasked).without_masked(class_mask)
+    return _reduced(options, reduction, inputs, unmasked)
 
 
 @public_op
@@ -179,7 +179,7 @@ def linear_kl_divergence_with_top_k_targets(
         contributes; see `masksafe.label_checks`. A target at a masked class is one that the student lacks: the forward
         divergence is +inf.
       * A remaining probability of the teacher is at least the rounding error of 1, so that rounding cannot make the
-        reverse divergence infinite. There is no rest if no other class is left.
+        reverse divergence infinite. There is no rest if all other classes are masked.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -196,19 +196,21 @@ def linear_kl_divergence_with_top_k_targets(
       Those of `linear_kl_divergence`.
     """
     op = _OP_OF_TOP_K
-    student = _reading.read_layer(op, features, kernel, bias)
+    student = _arguments.read_layer(op, features, kernel, bias)
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     targets = _read_top_k(tokens, target_log_probs, target_classes)
     if where is not None and jnp.ndim(where) == len(tokens) + 1:
-        of_targets = cast(Array, as_whole_mask_of(op, where, targets.classes.shape, "target_classes"))
-        targets, where = targets._replace(live=of_targets), any_of(of_targets, -1)
-    live = as_whole_mask_of(op, where, tokens, "the tokens")
-    class_mask = _reading.read_class_mask(op, class_mask, student.kernel)
+        target_mask = cast(Array, as_whole_mask_of(op, where, targets.classes.shape, "target_classes"))
+        targets, where = targets._replace(unmasked=target_mask), any_of(target_mask, -1)
+    unmasked = as_whole_mask_of(op, where, tokens, "the tokens")
+    class_mask = _arguments.read_class_mask(op, class_mask, student.kernel)
     with_rest = as_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
-    options = _read_options(op, temperature, direction, beta, reduction, block_size, of_top_k=True, with_rest=with_rest)
-    bad_rows = _check_top_k(targets, live, classes, class_mask)
-    inputs = LinearInputs((student,), targets, None, live).without_masked(class_mask)
-    losses = _reduced(options, reduction, inputs, live)
+    options = _read_options(
+        op, temperature, direction, beta, reduction, block_size, has_top_k=True, with_rest=with_rest
+    )
+    bad_rows = _check_top_k(targets, unmasked, classes, class_mask)
+    inputs = LinearInputs((student,), targets, None, unmasked).without_masked(class_mask)
+    losses = _reduced(options, reduction, inputs, unmasked)
     return label_checks.nan_where_bad(losses, bad_rows if bad_rows is None or losses.ndim else any_of(bad_rows))
 
 
@@ -233,16 +235,16 @@ def _read_options(
 ) -> Options:
     as_choice(op, "direction", direction, DIRECTIONS)
     as_choice(op, "reduction", reduction, REDUCTIONS)
-    temperature = _reading.read_temperature(op, temperature)
+    temperature = _arguments.read_temperature(op, temperature)
     hint = 'For the limits pass direction="forward" or "reverse".'
-    beta = _reading.read_number(op, "beta", beta, _PART, hint)
-    return Options(Divergence(direction, beta, temperature, **flags), _reading.read_block_size(op, block_size))
+    beta = _arguments.read_number(op, "beta", beta, _BETWEEN_0_AND_1, hint)
+    return Options(Divergence(direction, beta, temperature, **flags), _arguments.read_block_size(op, block_size))
 
 
-def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask: Array | None) -> Array | None:
+def _check_top_k(targets: TopK, unmasked: Array | None, num_classes: int, class_mask: Array | None) -> Array | None:
     """Reports bad targets, and returns the bad rows, if label checks are on."""
-    where, shape = None if live is None else live[..., None], targets.classes.shape
-    where = where if targets.live is None else targets.live
+    where, shape = None if unmasked is None else unmasked[..., None], targets.classes.shape
+    where = where if targets.unmasked is None else targets.unmasked
 
     def check(argument: str, x: Array, is_valid: Callable[[Array], Array], otherwise: str) -> Array | None:
         bad = label_checks.check_elements(_OP_OF_TOP_K, x, shape, where, is_valid, otherwise, argument)
@@ -263,7 +265,7 @@ def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask
 
 
 def _reduced(options: Options, reduction: str, inputs: LinearInputs, where: Array | None) -> Array:
-    """The reduced losses of the tokens that are live, all of which are in `where`."""
+    """The reduced losses; a mean is over the tokens in `where`, some of which `inputs` may mask."""
     if reduction == "none":
         return evaluate(options, inputs)[0]
     total: Array = evaluate(options, inputs, (jnp.ones((), inputs.sum_dtype),))

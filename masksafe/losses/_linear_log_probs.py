@@ -8,16 +8,16 @@ from masksafe._core import arguments, label_checks, sharding
 from masksafe._core.masks import as_whole_mask_of
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._rows import _reading
+from masksafe.losses._rows import _arguments
+from masksafe.losses._rows._block_sizes import Options
 from masksafe.losses._rows._cross_entropy import CrossEntropy
-from masksafe.losses._rows._options import Options
-from masksafe.losses._rows._rules import evaluate
+from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
 _OP = "linear_log_probs"
 
 
-class _LogProbOptions(_reading.LabelOptions, total=False):
+class _LogProbOptions(_arguments.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
     temperature: float
@@ -118,7 +118,7 @@ def linear_log_probs(
       * A label out of range makes the log-probability NaN, and with it the gradients to which it contributes; not the
         entropy, which does not depend on it.
       * Masked classes have gradients of 0 and no influence. A label at one has log-probability -inf, and is reported by
-        `masksafe.label_checks`. With no class left both are 0, as at masked tokens.
+        `masksafe.label_checks`. If all classes are masked, both are 0, as at masked tokens.
       * A bias of -inf excludes a class as well, with a soft cap too: it adds nothing to the entropy, and its
         log-probability is -inf. If it excludes all of them, both are NaN.
       * Where the cotangents are 0, the gradients are 0, even if the outputs are NaN.
@@ -137,21 +137,21 @@ def linear_log_probs(
       Ouyang et al., "Training language models to follow instructions with human feedback", 2022; Shao et al.,
       "DeepSeekMath", 2024; Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
     """
-    layer = _reading.read_layer(_OP, features, kernel, bias)
-    labels = _reading.read_labels(_OP, layer.features, labels)
+    layer = _arguments.read_layer(_OP, features, kernel, bias)
+    labels = _arguments.read_labels(_OP, layer.features, labels)
     where = as_whole_mask_of(_OP, where, labels.shape, "labels")
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
-    of_logits = _reading.read_soft_cap(_OP, logit_soft_cap), _reading.read_temperature(_OP, temperature)
-    block_size = _reading.read_block_size(_OP, block_size)
-    class_mask = _reading.read_class_mask(_OP, class_mask, layer.kernel)
+    logit_options = _arguments.read_soft_cap(_OP, logit_soft_cap), _arguments.read_temperature(_OP, temperature)
+    block_size = _arguments.read_block_size(_OP, block_size)
+    class_mask = _arguments.read_class_mask(_OP, class_mask, layer.kernel)
     inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
-    bad_rows = _reading.check_labels(_OP, inputs, class_mask, axis_name)
-    with_predictions = _reading.read_with_predictions(_OP, with_predictions, inputs, axis_name)
+    bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
+    with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
     flags = {"with_entropy": with_entropy, "with_predictions": with_predictions}
-    formula = CrossEntropy(*of_logits, as_log_prob=True, **flags)
+    formula = CrossEntropy(*logit_options, as_log_prob=True, **flags)
     log_probs, *others = evaluate(Options(formula, block_size, axis_name), inputs)
     if with_predictions:
-        others[-2:] = _reading.predictions(*others[-2:])
+        others[-2:] = _arguments.predictions(*others[-2:])
     log_probs = label_checks.nan_where_bad(log_probs, bad_rows)
     return (log_probs, *others) if others else log_probs

@@ -315,7 +315,7 @@ class _RowLosses(NamedTuple):
 
     loss: Array
     largest: Array  # the largest score, with the margin of its class
-    is_sound: Array
+    is_valid: Array
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -330,17 +330,17 @@ def _(margin: int, primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) ->
     x, is_label = wide_selected(scores, mask), _is_label(scores, labels)
     is_largest = (_with_margin(margin, x, is_label, mask) == rows.largest).astype(x.dtype)
     share = is_largest / jnp.maximum(_sum(is_largest), 1)
-    slope = jnp.where(rows.is_sound, share - (is_label & (x != -jnp.inf)).astype(x.dtype), jnp.nan)
+    slope = jnp.where(rows.is_valid, share - (is_label & (x != -jnp.inf)).astype(x.dtype), jnp.nan)
     d_loss = _sum(slope * wide_selected(tangents[0], mask))
     zeros = (zero_from_primal(x, symbolic_zeros=False) for x in rows[1:])
     return rows, _RowLosses(d_loss, *zeros)
 
 
 def _row_values(margin: int, scores: Array, labels: Array, mask: Array | None) -> _RowLosses:
-    x, is_label, is_sound = wide_selected(scores, mask), _is_label(scores, labels), _is_sound(scores, labels, mask)
+    x, is_label, is_valid = wide_selected(scores, mask), _is_label(scores, labels), _is_valid(scores, labels, mask)
     margins = _with_margin(margin, x, is_label, mask)
     largest = jnp.max(margins, -1, keepdims=True)
-    return _RowLosses(_less_label_score(largest, scores, labels, mask, is_sound), largest, is_sound)
+    return _RowLosses(_less_label_score(largest, scores, labels, mask, is_valid), largest, is_valid)
 
 
 def _with_margin(margin: int, x: Array, is_label: Array, mask: Array | None) -> Array:
@@ -352,52 +352,53 @@ def _is_label(scores: Array, labels: Array) -> Array:
     return class_index(scores.shape).astype(labels.dtype) == labels
 
 
-def _is_sound(scores: Array, labels: Array, mask: Array | None) -> Array:
-    """Whether a row has a label in range and no NaN, or is empty; XLA's maximum of a NaN may be another number."""
+def _is_valid(scores: Array, labels: Array, mask: Array | None) -> Array:
+    """Whether a row is empty, or has a label in range and no NaN, which XLA's maximum may lose."""
     has_nan = jnp.any(selected(jnp.isnan(scores), mask), -1, keepdims=True)
-    is_sound = is_class(labels, scores.shape[-1]) & ~has_nan
-    return is_sound if mask is None else is_sound | ~unfolded.any_of(mask, -1, keepdims=True)
+    is_valid = is_class(labels, scores.shape[-1]) & ~has_nan
+    return is_valid if mask is None else is_valid | ~unfolded.any_of(mask, -1, keepdims=True)
 
 
-def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array | None, is_sound: Array) -> Array:
-    """The `highest` less the label's score: +inf if that is -inf or masked, and 0 for a fully masked row."""
-    live = None if mask is None else unfolded.any_of(mask, -1, keepdims=True)
+def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array | None, is_valid: Array) -> Array:
+    """`highest` minus the score of the label: +inf if that is -inf or masked, and 0 for a fully masked row."""
+    has_unmasked = None if mask is None else unfolded.any_of(mask, -1, keepdims=True)
     score = precision.widened(element_at(scores, mask, labels))
     is_ruled_out = score == -jnp.inf
     # Infinity is added as a constant, which leaves the derivatives to the other scores.
     losses = (
-        selected(highest, live)
+        selected(highest, has_unmasked)
         - jnp.where(is_ruled_out, 0, score)
         + jnp.where(is_ruled_out, jnp.inf, 0).astype(score.dtype)
     )
-    losses *= nan_unless(is_sound, score.dtype)
-    return selected(losses, live)
+    losses *= nan_unless(is_valid, score.dtype)
+    return selected(losses, has_unmasked)
 
 
 def _sparsemax_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
-    is_sound = _is_sound(scores, labels, mask)
+    is_valid = _is_valid(scores, labels, mask)
     x = wide_selected(scores, mask)
-    x *= nan_unless(is_sound, x.dtype)  # a product makes all gradients of the row NaN as well
+    x *= nan_unless(is_valid, x.dtype)  # a product makes all gradients of the row NaN as well
     # The loss is invariant under this shift, which preserves digits.
     descending = precision.widened(-jnp.sort(selected(-lax.stop_gradient(scores), mask, jnp.inf), -1))
     shift = jnp.where(jnp.isfinite(descending[..., :1]), descending[..., :1], 0)
     x -= shift
-    return _less_label_score(_regularized_max(x, descending - shift, mask), x, labels, mask, is_sound)
+    return _less_label_score(_regularized_max(x, descending - shift, mask), x, labels, mask, is_valid)
 
 
-def _regularized_max(x: Array, descending: Array, live: Array | None) -> Array:
+def _regularized_max(x: Array, descending: Array, unmasked: Array | None) -> Array:
     """The maximum over the points p of the simplex of p x + (1 - p p) / 2; its gradient is the maximizing p.
 
-    This is the point nearest to `x` on the simplex of the live classes; `descending` are the elements of `x`, sorted.
+    This is the point nearest to `x` on the simplex of the unmasked classes; `descending` are the elements of `x`,
+    sorted.
     """
     count = 1 + lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1)
     is_finite = descending > -jnp.inf
     above = is_finite & (1 + count * descending > jnp.cumsum(jnp.where(is_finite, descending, 0), -1))
     size = jnp.maximum(_sum(above), 1)
     least = jnp.take_along_axis(descending, size - 1, -1)
-    # The threshold, computed again from the classes above it without a sort, for the sake of its derivatives.
+    # The threshold, computed again without a sort from the classes above it, so that it has derivatives.
     support = ~(x < least)  # includes a NaN, which must not be hidden
-    support = support if live is None else support & live
+    support = support if unmasked is None else support & unmasked
     number, x = jnp.maximum(_sum(support), 1).astype(x.dtype), jnp.where(support, x, 0)
     threshold = (_sum(x) - 1) / number
     return 0.5 * (_sum(jnp.square(x)) - number * jnp.square(threshold) + 1)

@@ -15,7 +15,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import mean
 from masksafe.losses._labelled import Labelled
-from masksafe.losses._layout import broadcast_widened, find_live_rows
+from masksafe.losses._layout import broadcast_widened, find_unmasked_rows
 from masksafe.losses._rows._dense import target_loss_of_rows
 
 
@@ -82,11 +82,11 @@ def ranking_softmax_loss(
         targets = weighted(precision.widened(selected(targets, weighting.where)), weighting.weights)
     inputs = Labelled(broadcast_widened(logits, shape), targets, mask)
     (losses,) = target_loss_of_rows((len(shape) - 1,), inputs, None)
-    live_rows = find_live_rows(mask, (len(shape) - 1,))
-    live_rows = None if live_rows is None else jnp.broadcast_to(live_rows, losses.shape)
+    unmasked_rows = find_unmasked_rows(mask, (len(shape) - 1,))
+    unmasked_rows = None if unmasked_rows is None else jnp.broadcast_to(unmasked_rows, losses.shape)
     losses = losses.astype(dtype)
     if reduce_fn is None:
         return losses
     if reduce_fn is jnp.mean:
-        return mean(losses, where=live_rows)
-    return jnp.asarray(reduce_fn(losses, where=live_rows))
+        return mean(losses, where=unmasked_rows)
+    return jnp.asarray(reduce_fn(losses, where=unmasked_rows))

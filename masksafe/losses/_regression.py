@@ -45,7 +45,7 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, w
       `optax.losses.squared_error
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.squared_error>`_.
     """
-    return _error_loss("squared_error", predictions, targets, where, _squared_error, of_one_shape=True)
+    return _error_loss("squared_error", predictions, targets, where, _squared_error, same_shape=True)
 
 
 @public_op
@@ -76,7 +76,7 @@ def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: 
     References:
       `optax.losses.l2_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.l2_loss>`_.
     """
-    return _error_loss("l2_loss", predictions, targets, where, _l2, of_one_shape=True)
+    return _error_loss("l2_loss", predictions, targets, where, _l2, same_shape=True)
 
 
 @public_op
@@ -250,15 +250,15 @@ def _error_loss(
     where: ArrayLike | None,
     loss: Callable[..., Array],
     *,
-    of_one_shape: bool = False,
+    same_shape: bool = False,
     **positive: ArrayLike,
 ) -> Array:
-    """`loss` of each prediction, of its target if there are any, and of other arguments, which are to be positive."""
+    """`loss` of each prediction, of its target if there are targets, and of other arguments, which must be positive."""
     arrays: dict[str, Pytree] = {"predictions": arguments.as_float_array(op, "predictions", predictions)}
     shape = arrays["predictions"].shape
     if targets is not None:
         arrays["targets"] = arguments.as_real_array(op, "targets", targets)
-        if of_one_shape and arrays["targets"].shape != shape:
+        if same_shape and arrays["targets"].shape != shape:
             expected = f"{shape}, that of predictions"
             raise ValueError(arguments.message(op, "targets", f"shape {arrays['targets'].shape}", expected))
     arrays |= {name: arguments.as_real_operand(op, name, x) for name, x in positive.items()}
@@ -312,15 +312,17 @@ def _evaluate_cosine(
         a, b = (wide_selected(x, where) for x in (a, b))
         return tuple(unfolded.sum_of(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b)))
 
-    of_rows, (a, b) = sums_of_rows, broadcast_alike((a, b), shape)
-    if where is not None or min(a.dtype.itemsize, b.dtype.itemsize) < 4:  # else XLA fuses everything on a CPU as well
-        of_rows = functools.partial(row_blocks.map_row_blocks, of_rows, leading=row_blocks.leading_axes(axes))
-    product, square_a, square_b = platforms.unfused_on_cpu(of_rows(a, b, where))
-    live_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)
-    # In a row with nothing left, epsilon must have no effect either.
-    epsilon = selected(jnp.asarray(epsilon, product.dtype), live_rows, 1)
+    row_sums, (a, b) = sums_of_rows, broadcast_alike((a, b), shape)
+    if (
+        where is not None or min(a.dtype.itemsize, b.dtype.itemsize) < 4
+    ):  # otherwise XLA fuses everything on a CPU as well
+        row_sums = functools.partial(row_blocks.map_row_blocks, row_sums, leading=row_blocks.leading_axes(axes))
+    product, square_a, square_b = platforms.unfused_on_cpu(row_sums(a, b, where))
+    unmasked_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)
+    # In an empty row epsilon must have no effect either.
+    epsilon = selected(jnp.asarray(epsilon, product.dtype), unmasked_rows, 1)
     similarity = _over_norm(_over_norm(product, square_a, epsilon), square_b, epsilon)
-    result = selected(1 - similarity, live_rows) if as_distance else similarity
+    result = selected(1 - similarity, unmasked_rows) if as_distance else similarity
     return jnp.squeeze(result, axes).astype(dtype)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, switches, unfolded
+from masksafe._core import arguments, label_checks, masks, per_device, sharding, switches, unfolded
 from masksafe._core.labels import at_label, nan_unless
 from masksafe._core.moments import nonzero_divisor
 from masksafe._core.precision import wide_dtype, widened
@@ -58,8 +58,8 @@ def load_balancing_loss(
       axis_name: the mesh axis, or a tuple of them, over whose devices the tokens are split, inside `jax.shard_map`.
 
     Returns:
-      The loss, a scalar of at least float32; 0 if no token is left, or none has an assignment. It and its gradient are
-      NaN if an unmasked index is neither -1 nor that of an expert.
+      The loss, a scalar of at least float32; 0 if all tokens are masked, or none has an assignment. It and its gradient
+      are NaN if an unmasked index is neither -1 nor that of an expert.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -133,10 +133,10 @@ class RouterStatistics:
 
 @jitted()
 def _loss(statistics: RouterStatistics) -> Array:
-    return _of_means(statistics.share.value, statistics.probability.value)
+    return _loss_of_means(statistics.share.value, statistics.probability.value)
 
 
-def _of_means(share: Array, probability: Array) -> Array:
+def _loss_of_means(share: Array, probability: Array) -> Array:
     return share.shape[-1] * jnp.sum(share * probability, -1)
 
 
@@ -161,7 +161,7 @@ def _loss_of_tokens(devices: sharding.Devices, probs: Array, indices: Array, whe
     chosen, choices, probability, tokens = (
         devices.sum(x).astype(wide_dtype(probs.dtype)) for x in _sums(probs, indices, where)
     )
-    return _of_means(chosen / nonzero_divisor(choices), probability / nonzero_divisor(tokens))
+    return _loss_of_means(chosen / nonzero_divisor(choices), probability / nonzero_divisor(tokens))
 
 
 @jitted()
@@ -176,10 +176,10 @@ def _sums(probs: Array, indices: Array, where: Array | None) -> tuple[Array, Arr
 
 
 def _chosen(number: int, indices: Array) -> Array:
-    """How many indices are that of each expert; those out of range are left out."""
+    """How many indices choose each expert; indices out of range do not count."""
 
     def on_each(devices: sharding.Devices, indices: Array) -> Array:
-        if switches.uses_plain_rules():  # an index out of range would alarm checkify
+        if switches.uses_plain_rules():  # checkify would report an index out of range
             found = at_label(indices, number)
             return devices.sum(unfolded.number_of(found, tuple(range(indices.ndim))).astype(jnp.int32))
         dimensions = lax.ScatterDimensionNumbers((), (0,), (0,))
@@ -189,7 +189,7 @@ def _chosen(number: int, indices: Array) -> Array:
 
     names = tuple(str(axis) for axis in range(indices.ndim))
     args = (indices,), (PartitionSpec(*names),)
-    return own_shard_map.along_devices(on_each, sharding.Devices(), *args, PartitionSpec(None), names)
+    return per_device.along_devices(on_each, sharding.Devices(), *args, PartitionSpec(None), names)
 
 
 @public_op
@@ -205,7 +205,7 @@ def router_z_loss(router_logits: ArrayLike, *, axis: Axis = -1, where: ArrayLike
 
     Returns:
       The losses `[...]`, of the dtype of `router_logits`, whose mean over tokens is `masksafe.mean(loss, where=where)`.
-      It is 0 where a token is masked or has no expert left, and so is its gradient.
+      It is 0 where a token is masked or has no unmasked expert, and so is its gradient.
 
     Raises:
       TypeError: if `router_logits` are not floats or `where` is not boolean.
@@ -230,7 +230,7 @@ def router_z_loss(router_logits: ArrayLike, *, axis: Axis = -1, where: ArrayLike
 
 @jitted(0)
 def _squared_logsumexp(axes: tuple[int, ...], logits: Array, where: Array | None) -> Array:
-    if any(logits.shape[a] == 0 for a in axes):  # no experts are none left
+    if any(logits.shape[a] == 0 for a in axes):  # without experts every token is empty
         where = jnp.zeros(logits.shape, bool)
     result = jnp.squeeze(wide_logsumexp(axes, logits, where), axes)
-    return jnp.square(masks.selected(result, _layout.find_live_rows(where, axes))).astype(logits.dtype)
+    return jnp.square(masks.selected(result, _layout.find_unmasked_rows(where, axes))).astype(logits.dtype)

@@ -90,15 +90,15 @@ def dice_loss(
     mask = as_mask_of_elements_or_rows(op, where, p.shape, reduced_axes)
     ignore_background = as_bool(op, "ignore_background", ignore_background)
     apply_softmax, weights = as_bool(op, "apply_softmax", apply_softmax), (smooth, alpha, beta)
-    losses, live_rows = _class_losses(op, p, t, mask, axes, weights, apply_softmax)
+    losses, unmasked_rows = _class_losses(op, p, t, mask, axes, weights, apply_softmax)
 
     if class_weights is not None:
         if class_weights.shape != p.shape[-1:]:
             raise ValueError(message(op, "class_weights", f"shape {class_weights.shape}", f"{p.shape[-1:]}"))
-        losses = _weight_losses(losses, class_weights, live_rows)
-    losses, live_rows = _drop_background(losses, live_rows) if ignore_background else (losses, live_rows)
+        losses = _weight_losses(losses, class_weights, unmasked_rows)
+    losses, unmasked_rows = _drop_background(losses, unmasked_rows) if ignore_background else (losses, unmasked_rows)
     if reduction == "mean":
-        losses = mean(losses, -1, live_rows)
+        losses = mean(losses, -1, unmasked_rows)
     elif reduction == "sum":
         losses = jnp.sum(losses, -1)
     return losses.astype(dtype)
@@ -161,16 +161,16 @@ def multiclass_generalized_dice_loss(
     mask = as_mask_of_elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
     ignore_background = as_bool(op, "ignore_background", ignore_background)
     apply_softmax, axes = as_bool(op, "apply_softmax", apply_softmax), tuple(range(1, p.ndim - 1))
-    losses, live_rows = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), apply_softmax)
+    losses, unmasked_rows = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), apply_softmax)
 
     frequencies = unfolded.sum_of(wide_selected(t, mask), range(p.ndim - 1))
-    is_present = unfolded.any_of(live_rows, range(live_rows.ndim - 1))
+    is_present = unfolded.any_of(unmasked_rows, range(unmasked_rows.ndim - 1))
     weights = selected(1 / (jnp.square(frequencies) + 1e-7), is_present)
     number = unfolded.number_of(is_present).astype(weights.dtype)
     weights *= number / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
-    losses = _weight_losses(losses, weights, live_rows)
-    losses, live_rows = _drop_background(losses, live_rows) if ignore_background else (losses, live_rows)
-    return mean(losses, where=live_rows).astype(dtype)
+    losses = _weight_losses(losses, weights, unmasked_rows)
+    losses, unmasked_rows = _drop_background(losses, unmasked_rows) if ignore_background else (losses, unmasked_rows)
+    return mean(losses, where=unmasked_rows).astype(dtype)
 
 
 @public_op
@@ -249,7 +249,7 @@ def _float_dtype(targets: Array, otherwise: DType) -> DType:
     return targets.dtype if jnp.issubdtype(targets.dtype, jnp.floating) else otherwise
 
 
-# Of the loss of a class: the smooth number, and the weights of false positives and of false negatives.
+# The smoothing number, and the weights of false positives and of false negatives.
 _Weights = tuple[ArrayLike, ArrayLike, ArrayLike]
 
 
@@ -257,11 +257,11 @@ def _class_losses(
     op: str, p: Array, t: Array, mask: Array | None, axes: Axes, weights: _Weights, apply_softmax: bool
 ) -> tuple[Array, Array]:
     """The losses `[batch, num_classes]`, 0 where all is masked, and which of them have an unmasked element."""
-    live = None if mask is None else jnp.broadcast_to(mask, p.shape)
-    bad_pixels = None if apply_softmax else label_checks.check_probabilities(op, p, live)
-    losses, live_rows = _evaluate(axes, apply_softmax, p, t, mask, weights)
+    unmasked = None if mask is None else jnp.broadcast_to(mask, p.shape)
+    bad_pixels = None if apply_softmax else label_checks.check_probabilities(op, p, unmasked)
+    losses, unmasked_rows = _evaluate(axes, apply_softmax, p, t, mask, weights)
     bad = None if bad_pixels is None else unfolded.any_of(bad_pixels, axes)[..., None]
-    return selected(label_checks.nan_where_bad(losses, bad), live_rows), live_rows
+    return selected(label_checks.nan_where_bad(losses, bad), unmasked_rows), unmasked_rows
 
 
 @jitted(0, 1)
@@ -276,25 +276,25 @@ def _evaluate(
     smooth, alpha, beta = weights
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
     # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
-    live_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
-    live_rows = jnp.broadcast_to(live_rows, union.shape)
-    return 1 - (overlap + smooth) / jnp.where(live_rows, union, 1), live_rows
+    unmasked_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
+    unmasked_rows = jnp.broadcast_to(unmasked_rows, union.shape)
+    return 1 - (overlap + smooth) / jnp.where(unmasked_rows, union, 1), unmasked_rows
 
 
 def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
-    """The softmax over the unmasked classes; anything for the masked ones. Masked elements of `p` are 0."""
+    """The softmax over the unmasked classes; masked ones may hold anything. Masked elements of `p` are 0."""
     if mask is None or mask.shape[-1] == 1:
         return softmax(p, -1)
-    # A pixel with nothing left is computed as one of zeros.
-    live = mask | ~unfolded.any_of(mask, -1, keepdims=True)
-    return softmax(jnp.where(live, p, -jnp.inf), -1)
+    # An empty pixel is computed as a pixel of zeros.
+    unmasked = mask | ~unfolded.any_of(mask, -1, keepdims=True)
+    return softmax(jnp.where(unmasked, p, -jnp.inf), -1)
 
 
-def _weight_losses(losses: Array, weights: Array, live_rows: Array) -> Array:
+def _weight_losses(losses: Array, weights: Array, unmasked_rows: Array) -> Array:
     """The losses `[..., num_classes]` times the weights `[num_classes]`."""
-    return selected(losses * jnp.expand_dims(weights, range(losses.ndim - 1)), live_rows)
+    return selected(losses * jnp.expand_dims(weights, range(losses.ndim - 1)), unmasked_rows)
 
 
-def _drop_background(losses: Array, live_rows: Array) -> tuple[Array, Array]:
+def _drop_background(losses: Array, unmasked_rows: Array) -> tuple[Array, Array]:
     """Leaves class 0 out of both, unless it is the only one."""
-    return (losses[..., 1:], live_rows[..., 1:]) if losses.shape[-1] > 1 else (losses, live_rows)
+    return (losses[..., 1:], unmasked_rows[..., 1:]) if losses.shape[-1] > 1 else (losses, unmasked_rows)

@@ -13,7 +13,7 @@ from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, DType, Pytree,
 from masksafe._core.unfolded import number_of, sum_of
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
-from masksafe.losses._layout import as_mask_of_elements_or_rows, find_live_rows, wide_selected
+from masksafe.losses._layout import as_mask_of_elements_or_rows, find_unmasked_rows, wide_selected
 from masksafe.losses._negatives import Side, in_blocks, with_block_size
 from masksafe.losses._regression import unit_vector
 
@@ -41,10 +41,10 @@ def ntxent(
         elements.
 
     Returns:
-      A scalar of the promoted dtype of embeddings and temperature; 0 if no pair is left. Masked elements have gradients
-      of exactly 0. The scale of an embedding has no effect, unlike in optax, which takes no squared norm to be below
-      the rounding error of the dtype: 1e-7, but 1e-3 and 8e-3 of float16 and bfloat16. An embedding of zeros, which has
-      no direction, has the cosine 0 with every other.
+      A scalar of the promoted dtype of embeddings and temperature; 0 if there is no unmasked pair. Masked elements have
+      gradients of exactly 0. The scale of an embedding has no effect, unlike in optax, which takes no squared norm to
+      be below the rounding error of the dtype: 1e-7, but 1e-3 and 8e-3 of float16 and bfloat16. An embedding of zeros,
+      which has no direction, has the cosine 0 with every other.
 
     Raises:
       TypeError: if `embeddings` are not floats or `where` is not boolean.
@@ -76,10 +76,12 @@ def ntxent(
     # The first sample of a pair is split over devices like the batch; the second is gathered on all devices.
     batch = jax.typeof(z).sharding.spec[0] if sharding.is_sharded(z) else None
     row_label, every_label = _reshard_first_axis(labels, batch), _reshard_first_axis(labels, None)
-    live_rows, every_live_row = (_reshard_first_axis(find_live_rows(mask, (1,)), axes) for axes in (batch, None))
+    unmasked_rows, every_unmasked_row = (
+        _reshard_first_axis(find_unmasked_rows(mask, (1,)), axes) for axes in (batch, None)
+    )
     units = unit_vector(wide_selected(z, mask), (1,))
     units, every_unit = _reshard_first_axis(units, batch), _reshard_first_axis(units, None)
-    rows, columns = Side(units, row_label, live_rows), Side(every_unit, every_label, every_live_row)
+    rows, columns = Side(units, row_label, unmasked_rows), Side(every_unit, every_label, every_unmasked_row)
     # JAX's gradient of a block keeps several arrays of its pairs at once.
     total, number = with_block_size(_sum_over_pairs, None, 4 * z.shape[0], rows, columns, temperature)
     return (total / jnp.maximum(number, 1)).astype(dtype)
@@ -88,24 +90,26 @@ def ntxent(
 def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Array) -> tuple[Array, Array]:
     """The sum of the losses of all pairs of samples with the same label, and their number."""
 
-    def block(columns: Side, sums: tuple[Array, Array], part: tuple[Side, Array]) -> tuple[tuple[Array, Array], None]:
-        (units, label, live), index = part
+    def sum_block(
+        columns: Side, sums: tuple[Array, Array], rows_and_index: tuple[Side, Array]
+    ) -> tuple[tuple[Array, Array], None]:
+        (units, label, unmasked), index = rows_and_index
         x = jnp.matmul(units, columns.vectors.T, precision=jax.lax.Precision.HIGHEST) / temperature
         same = label[:, None] == columns.keys[None]
         both = jnp.ones_like(same)
-        both = both if live is None else both & live[:, None]
-        both = both if columns.live is None else both & columns.live[None]
+        both = both if unmasked is None else both & unmasked[:, None]
+        both = both if columns.unmasked is None else both & columns.unmasked[None]
         others = logsumexp(x, -1, keepdims=True, where=both & ~same)  # -inf if there are none
         pairs = both & same & (index[:, None] != jnp.arange(columns.keys.shape[0])[None])
         total, number = sums
         losses = selected(jax.nn.softplus(selected(others - x, pairs)), pairs)
-        of_rows = number_of(pairs, 1).astype(number.dtype)  # as integers the number of pairs could be too large
-        return (total + jnp.sum(losses), number + sum_of(of_rows)), None
+        pairs_per_row = number_of(pairs, 1).astype(number.dtype)  # as an integer the number of pairs could overflow
+        return (total + jnp.sum(losses), number + sum_of(pairs_per_row)), None
 
     zero = jnp.zeros((), rows.vectors.dtype)
-    nothing = sharding.vary_with((zero, zero), (rows, columns, temperature))
+    zeros = sharding.vary_with((zero, zero), (rows, columns, temperature))
     index = _reshard_first_axis(jnp.arange(rows.keys.shape[0]), jax.typeof(rows.keys).sharding.spec[0])
-    return in_blocks(size, block, rows, columns, nothing, index)[0]
+    return in_blocks(size, sum_block, rows, columns, zeros, index)[0]
 
 
 def _reshard_first_axis(x: Array | None, batch: Pytree) -> Pytree:
@@ -192,7 +196,7 @@ def _evaluate_triplets(
     margin: ArrayLike,
     eps: ArrayLike,
 ) -> Array:
-    ndim, live_rows = vectors[0].ndim, find_live_rows(mask, axes)
+    ndim, unmasked_rows = vectors[0].ndim, find_unmasked_rows(mask, axes)
     row_axes = row_blocks.axes_of_row(axes, ndim)
 
     def sums_of_rows(a: Array, p: Array, n: Array, degree: Array, mask: Array | None) -> Arrays:
@@ -201,11 +205,13 @@ def _evaluate_triplets(
         return tuple(jnp.sum(jnp.power(a - x, known), row_axes, keepdims=True) for x in (p, n))
 
     arrays: Pytree = (*vectors, jnp.reshape(degree, (1,) * ndim), mask)
-    if mask is None:  # nothing to select: XLA fuses everything on a CPU as well
+    if mask is None:  # then XLA fuses everything on a CPU as well
         sums = sums_of_rows(*arrays)
     else:
         sums = row_blocks.map_row_blocks(sums_of_rows, *arrays, leading=row_blocks.leading_axes(axes))
-    # In a row with nothing left, the root is taken of 1, where its derivative is finite whatever eps is.
-    of_p, of_n = (jnp.power(selected(jnp.squeeze(s, axes) + eps, live_rows, 1), 1 / degree) for s in sums)
-    losses = jnp.maximum(of_p - of_n + margin, 0)
-    return selected(losses, live_rows).astype(dtype)
+    # In an empty row the root is taken of 1, where its derivative is finite whatever eps is.
+    to_positive, to_negative = (
+        jnp.power(selected(jnp.squeeze(s, axes) + eps, unmasked_rows, 1), 1 / degree) for s in sums
+    )
+    losses = jnp.maximum(to_positive - to_negative + margin, 0)
+    return selected(losses, unmasked_rows).astype(dtype)

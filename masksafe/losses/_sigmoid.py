@@ -141,7 +141,7 @@ def _less_likely_label(x: Array, t: Array) -> tuple[Array, Array]:
 
 def _focal(x: Array, t: Array, gamma: Array) -> Array:
     z, u = _less_likely_label(x, t)
-    # The part of infinite logits is added after the product, in which its derivatives would be infinity times 0.
+    # The part of infinite logits is added after the product: inside it, derivatives would be infinity times 0.
     finite = jnp.clip(z, -_largest_factor(z), _largest_factor(z))
     weight = jnp.exp(gamma * _log_miss(finite, u))
     infinite = jnp.where(jnp.isinf(z), _linear_part(z, u) * jax.lax.stop_gradient(weight), 0)

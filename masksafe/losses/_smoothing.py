@@ -59,11 +59,11 @@ def smooth_labels(
     axes = arguments.canonical_axes(op, axis, labels.ndim)
     mask = as_mask_of(op, where, labels.shape, "labels")
     shape = arguments.broadcast_shapes(op, labels=labels.shape, alpha=np.shape(alpha))
-    bad = label_checks.check_numbers(op, "alpha", alpha, _PART, shape, mask)
+    bad = label_checks.check_numbers(op, "alpha", alpha, _FROM_0_TO_1, shape, mask)
     return _smooth(axes, labels, alpha, mask, bad)
 
 
-_PART = label_checks.Range(lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
+_FROM_0_TO_1 = label_checks.Range(lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
 
 
 @jitted(0)

@@ -11,13 +11,13 @@ TINIEST = float(jnp.finfo(jnp.float32).tiny)
 
 
 class NormInputs(NamedTuple):
-    """What a norm is computed from: arrays of one rank, whose size is 1 where they repeat; or what is `given`."""
+    """The arrays of a norm, at one rank with size 1 where they broadcast; or as the user gives them."""
 
     x: Array
     scale: Array | None = None
     bias: Array | None = None
     where: Array | None = None
-    weights: Array | None = None  # of the shape of `x`, as is then `where`
+    weights: Array | None = None  # of the shape of `x`; then `where` has that shape too
     epsilon: Any = None  # None where the program knows it
 
 
@@ -26,7 +26,7 @@ def given(
 ) -> tuple[float | None, NormInputs]:
     """The epsilon, if the program has to know it, and the arrays as the user gives them.
 
-    A jitted function has to `read` them: eagerly, that would cost more than a small norm.
+    `read` checks them, in a jitted function: eagerly that would take longer than a small norm.
     """
     x, number = arguments.as_array(op, "x", x), arguments.as_epsilon(op, epsilon)
     static, array = (number, None) if number < TINIEST else arguments.as_static_or_array(number, x)
@@ -36,8 +36,8 @@ def given(
 
 
 def read(op: str, given: NormInputs, axes: Axes) -> NormInputs:
-    """The inputs; `x` is one of floats, of which scale and bias have the shape of some axes, and epsilon is wide."""
-    x = arguments.as_float_array(op, "x", given.x, of_any_width=True)
+    """The inputs, checked: `x` has floats, scale and bias broadcast with it, and epsilon is wide."""
+    x = arguments.as_float_array(op, "x", given.x, any_width=True)
     weighting = masks.read_weighting(op, x, given.where, given.weights)
     scale = arguments.if_given(along_axes, op, "scale", given.scale, x, axes)
     bias = arguments.if_given(along_axes, op, "bias", given.bias, x, axes)
@@ -47,7 +47,7 @@ def read(op: str, given: NormInputs, axes: Axes) -> NormInputs:
 
 def along_axes(op: str, argument: str, parameter: Array, x: Array, axes: Axes) -> Array:
     """A parameter of the shape of some axes of `x`, laid out to broadcast with `x`."""
-    parameter = arguments.as_float_array(op, argument, parameter, of_any_width=True)
+    parameter = arguments.as_float_array(op, argument, parameter, any_width=True)
     expected = tuple(x.shape[a] for a in axes)
     if parameter.shape != expected:
         expectation = f"shape {expected}, that of the axes {axes} of x"

@@ -99,24 +99,24 @@ def _normalize(
     features: Axes, devices: sharding.Devices, epsilon: float | None, arrays: NormInputs
 ) -> tuple[Array, Array, Array]:
     inputs = read(_OP, arrays, features)
-    rows, inputs = _rows(features, arrays.x.ndim, devices).on_one_axis(inputs)
+    rows, inputs = _rows_of_features(features, arrays.x.ndim, devices).on_one_axis(inputs)
     norm = Norm(rows, epsilon)
-    of_rows = norm.moments(inputs)
+    row_moments = norm.moments(inputs)
     order = [sorted(features).index(a) for a in features]  # the user's order of the axes
-    mean, var = (jnp.transpose(jnp.squeeze(s, rows.axes), order) for s in (of_rows.mean, of_rows.variance))
-    return normalize(norm, inputs, of_rows).reshape(arrays.x.shape), mean, var
+    mean, var = (jnp.transpose(jnp.squeeze(s, rows.axes), order) for s in (row_moments.mean, row_moments.variance))
+    return normalize(norm, inputs, row_moments).reshape(arrays.x.shape), mean, var
 
 
 @jitted(0, 1)
 def _normalize_by(features: Axes, epsilon: float | None, arrays: NormInputs, mean: Array, var: Array) -> Array:
     inputs = read(_OP, arrays, features)
     x, where = inputs.x, inputs.where
-    norm = Norm(_rows(features, x.ndim, sharding.Devices()), epsilon)
-    is_live = None if where is None else unfolded.any_of(where, norm.rows.axes, keepdims=True)
+    norm = Norm(_rows_of_features(features, x.ndim, sharding.Devices()), epsilon)
+    has_unmasked = None if where is None else unfolded.any_of(where, norm.rows.axes, keepdims=True)
     statistics = (along_axes(_OP, name, s, x, features) for name, s in (("mean", mean), ("var", var)))
-    mean, var = (masks.selected(s.astype(wide_dtype(x.dtype)), is_live, 1) for s in statistics)
+    mean, var = (masks.selected(s.astype(wide_dtype(x.dtype)), has_unmasked, 1) for s in statistics)
     return normalized(norm, inputs, Moments(None, mean, None, var))[0]
 
 
-def _rows(features: Axes, ndim: int, devices: sharding.Devices) -> Rows:
+def _rows_of_features(features: Axes, ndim: int, devices: sharding.Devices) -> Rows:
     return Rows(row_blocks.axes_of_row(tuple(a for a in range(ndim) if a not in features), ndim), devices)

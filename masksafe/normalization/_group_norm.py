@@ -88,12 +88,12 @@ def _normalize(rows: Rows, epsilon: float | None, arrays: NormInputs) -> Array:
     assert rows.groups is not None
     axis, number = arrays.x.ndim + rows.groups.axis, rows.groups.number
     inputs = read(_OP, arrays, (axis,))
-    # Channels are rows, and groups of them share moments: an array with an axis for the groups would be copied.
+    # Channels are rows, and those of a group share moments: XLA would copy an array with an axis for the groups.
     if rows.axes or not sharding.are_whole(inputs):
-        of_one_axis, inputs = rows.on_one_axis(inputs)
-        return normalize(Norm(of_one_axis, epsilon), inputs, None).reshape(arrays.x.shape)
+        merged, inputs = rows.on_one_axis(inputs)
+        return normalize(Norm(merged, epsilon), inputs, None).reshape(arrays.x.shape)
 
-    def grouped(a: Array) -> Array:  # without positions groups are rows: rows of one channel would be slow
+    def grouped(a: Array) -> Array:  # without positions a row is a group: a row of one channel would be slow
         groups = (number, a.shape[axis] // number) if a.shape[axis] != 1 else (1, 1)
         return a.reshape(*a.shape[:axis], *groups, *a.shape[axis + 1 :])
 

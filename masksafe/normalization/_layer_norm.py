@@ -1,6 +1,6 @@
 """Layer norm, RMS norm and `standardize`: normalisation of rows, with a variance computed from squared deviations.
 
-The public functions check their arguments and bring scale and bias to the order of the axes in memory; what they call
+The public functions check their arguments and bring scale and bias to the order of the axes in memory. `normalize_rows`
 works on any axes without transposing.
 """
 
@@ -188,7 +188,7 @@ def standardize(
       :math:`E[x^2] - E[x]^2`, which cancels, and returns NaN where all is masked.
     """
     op = "standardize"
-    x = arguments.as_promoted_float_array(op, "x", x, of_any_width=True)
+    x = arguments.as_promoted_float_array(op, "x", x, any_width=True)
     arguments.as_choice(op, "algorithm", algorithm, ("fast", "stable"))
     if mean is None and variance is None and isinstance(epsilon, numbers.Real):
         static, arrays = given(op, x, None, None, where, weights, epsilon)
@@ -214,7 +214,7 @@ class Call(NamedTuple):
     def of(
         cls, op: str, x: Array, axis: Axis | None, axis_name: AxisName, epsilon: float | None, by: By = "deviation"
     ) -> Call:
-        axis = axis if type(axis) is int else arguments.canonical_axes(op, axis, x.ndim)  # which can be hashed
+        axis = axis if type(axis) is int else arguments.canonical_axes(op, axis, x.ndim)  # a list cannot be hashed
         return cls(op, axis, Devices(as_axis_name(op, axis_name)), epsilon, by)
 
 
@@ -247,19 +247,19 @@ def _standardize_with_given_statistics(
     dtype = jnp.result_type(*(a for a in (x, mean, variance, epsilon) if a is not None))
     weighting = masks.read_weighting("standardize", x, arrays.where, arrays.weights)
     wide = precision.widened(masks.selected(x.astype(dtype), weighting.where))
-    of_rows, where = moments.moments(rows, wide, weighting), weighting.where
+    row_moments, where = moments.moments(rows, wide, weighting), weighting.where
     if mean is None:
-        deviations = of_rows.deviations(wide, where)
+        deviations = row_moments.deviations(wide, where)
     else:
         mean = _broadcast_statistic(wide, mean, where, 0)
         deviations = masks.selected(wide - mean, where)
     if variance is not None:
         variance = _broadcast_statistic(wide, variance, where, 1)
     elif mean is None:
-        variance = of_rows.variance
+        variance = row_moments.variance
     else:  # E[(x - m)^2] = var + (E[x] - m)^2, and E[x^2] - m^2 = var + (E[x] - m) (E[x] + m)
-        gap = -of_rows.deviations(mean, where)
-        variance = jnp.maximum(of_rows.variance + gap * (gap if algorithm == "stable" else gap + 2 * mean), 0)
+        gap = -row_moments.deviations(mean, where)
+        variance = jnp.maximum(row_moments.variance + gap * (gap if algorithm == "stable" else gap + 2 * mean), 0)
     variance = variance + epsilon.astype(wide.dtype)
     is_zero = (variance == 0) & (deviations == 0)
     reciprocal_std = jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))

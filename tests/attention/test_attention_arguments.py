@@ -115,7 +115,7 @@ BAD_ARGUMENTS = [
     (
         dict(mask_mod=attention_masks.causal | MASK_OF_3),
         ValueError,
-        r"mask_mod: got a prefix mask of lengths \(3,\); expected one length, or \(2,\) of them.*vmap",
+        r"mask_mod: got a prefix mask of 3 lengths; expected one length, or 2, one for each sample.*vmap",
     ),
     (
         dict(mask_mod=lambda b, h, q, k: k <= q and q > 1),

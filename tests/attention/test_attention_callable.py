@@ -453,7 +453,7 @@ REFUSED = {
     "bias": (TypeError, "got the function of, which takes no keyword {}", dict(bias=np.ones(7), implementation=of)),
     "mask": (
         TypeError,
-        "got the function of, which takes no keyword {}; expected one that takes {}. What it has no other keyword for",
+        "got the function of, which takes no keyword {}; expected one that takes {}. It gets the masks",
         dict(is_causal=True, implementation=of),
     ),
     "scale": (TypeError, "which takes no keyword {}", dict(implementation=lambda q, k, v: q)),

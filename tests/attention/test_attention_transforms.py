@@ -250,7 +250,7 @@ def test_blocks_with_nothing_unmasked_are_skipped(name, size, choose, monkeypatc
     def spy(plan, pairs, queries, keys):
         raise SeenError(unmasked_tiles(plan, pairs, queries, keys), queries, keys)
 
-    monkeypatch.setattr("masksafe.attention._blocks.unmasked_tiles", spy)
+    monkeypatch.setattr("masksafe.attention._schedule.unmasked_tiles", spy)
     shrink_blocks(choose, size, in_turn_logits_of_all=2**30)
     with jax.disable_jit(), pytest.raises(SeenError) as caught:
         attention(*random_inputs(), **arguments)

@@ -461,7 +461,7 @@ def test_no_block_is_nearly_empty():
     def block(_, total, part):
         rows, of_rows = part
         sizes.add(rows.keys.shape[0])
-        return total + jnp.sum(jnp.where(rows.live, of_rows, 0)), of_rows
+        return total + jnp.sum(jnp.where(rows.unmasked, of_rows, 0)), of_rows
 
     total, results = in_blocks(6, block, Side(jnp.zeros((7, 2)), jnp.arange(7), None), None, jnp.zeros(()), of_rows)
     assert sizes == {4}

@@ -38,8 +38,8 @@ from linear_cases import (
 
 import masksafe
 from masksafe.losses import linear_softmax_cross_entropy
-from masksafe.losses._rows._options import sizes_in_tiles
-from masksafe.losses._rows._tokens import Packed
+from masksafe.losses._rows._block_sizes import sizes_in_tiles
+from masksafe.losses._rows._packing import Packed
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 

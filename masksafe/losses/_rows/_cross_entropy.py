@@ -1,4 +1,4 @@
-r"""The mathematics of softmax cross-entropies, row by row: of a label, of a distribution, and what goes with them.
+r"""The mathematics of softmax cross-entropies, row by row: of a label or of a distribution, with related outputs.
 
 With the largest :math:`x`, :math:`m`, the temperature :math:`\tau`, the label :math:`y`, and weights :math:`w_c` of the
 :math:`V` classes, which are 1 if there are none,
@@ -45,7 +45,7 @@ from masksafe._core.typing import Array, Arrays, Index, Pytree
 from masksafe.losses._labelled import element_at
 from masksafe.losses._rows._formula import Classes, Formula, nan_if_bad
 
-_NOWHERE = 2**30  # in place of a class
+_NOWHERE = 2**30  # stands for no class
 _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
 
 
@@ -54,11 +54,11 @@ class LogitPart(NamedTuple):
 
     logits: Array
     is_label: Array
-    live: Array | None = None  # which of the classes count; None means all
+    unmasked: Array | None = None  # which of the classes are unmasked; None: all
     class_weights: Array | None = None  # [n]
     label: Array | None = None  # `[..., 1]`, if it may be looked up
-    first: Index = 0  # the number of the first of the classes
-    live_rows: Array | None = None  # `[..., 1]`: sums of the others mean nothing, but their largest is finite
+    first: Index = 0  # the first of the classes
+    unmasked_rows: Array | None = None  # `[..., 1]`; sums of masked rows may be anything, but their largest is finite
 
 
 class LabelSums(NamedTuple):
@@ -77,9 +77,9 @@ class Slopes(NamedTuple):
     """What the cotangents of a row's logits have in common `[..., 1]`."""
 
     shift: Array  # m
-    of_exp: Array  # times exp(z)
-    of_spread: Array | None  # times exp(z) z
-    of_weights: Array | None  # times the weight of the class: subtracted
+    exp_factor: Array  # the factor of exp(z)
+    spread_factor: Array | None  # the factor of exp(z) z
+    weight_factor: Array | None  # the factor of the weight of the class, subtracted
     at_label: Array | None  # the terms of exp(z) and of the label itself, at the label
 
 
@@ -87,53 +87,53 @@ class Slopes(NamedTuple):
 class CrossEntropy(Formula):
     r"""Outputs of a row with a label, from :math:`x = \kappa \tanh(a / \kappa)`, where :math:`a` are its logits.
 
-    They are those that it has of the cross-entropy, its mean over all classes, the square of the logsumexp, the entropy
-    and, as predictions, the logsumexp and the class of the largest x, in this order. The class counts from 1, since a
-    masked row has 0, and is NaN if there is none. The sums are those of parts of the classes, added up.
+    The flags choose among these outputs, in this order: the cross-entropy, its mean over all classes, the square of the
+    logsumexp, the entropy, and as predictions the logsumexp and the class of the largest x. The class counts from 1,
+    since a masked row has 0, and is NaN if there is none. Sums over parts of the classes are added up.
     """
 
     by_parts = True
     soft_cap: float | None = None
     temperature: Any = 1.0  # a number, or an array while a function is traced
-    of_label: bool = True
-    as_log_prob: bool = False  # in place of the cross-entropy its negative, the logarithm of the probability
-    of_all_classes: bool = False
-    of_logsumexp: bool = False
+    with_label: bool = True
+    as_log_prob: bool = False  # the log-probability, which is the negative cross-entropy, in its place
+    with_all_classes: bool = False
+    with_z_loss: bool = False
     with_entropy: bool = False
     with_predictions: bool = False
-    over_live_classes: bool = False  # the mean over all classes is that over the unmasked ones, which have no weights
+    over_unmasked_classes: bool = False  # the mean over all classes leaves out masked ones; no class weights
 
     @classmethod
-    def of_loss(cls, label_smoothing: float, z_loss: float, **options: Pytree) -> "CrossEntropy":
-        """The formula of the outputs that a loss adds up, those whose factors are not 0."""
-        of_label, of_all_classes, of_logsumexp = label_smoothing < 1, label_smoothing > 0, z_loss > 0
-        return cls(of_label=of_label, of_all_classes=of_all_classes, of_logsumexp=of_logsumexp, **options)
+    def for_loss(cls, label_smoothing: float, z_loss: float, **options: Pytree) -> "CrossEntropy":
+        """The formula of the outputs that a loss adds up: those whose factors are not 0."""
+        with_label, with_all_classes, with_z_loss = label_smoothing < 1, label_smoothing > 0, z_loss > 0
+        return cls(with_label=with_label, with_all_classes=with_all_classes, with_z_loss=with_z_loss, **options)
 
     def components(self, losses: Arrays) -> tuple[Array, Array]:
         """The cross-entropy and the z-loss, from the outputs times their factors."""
-        if not self.of_logsumexp:
+        if not self.with_z_loss:
             cross_entropy = functools.reduce(jnp.add, losses)
             return cross_entropy, jnp.zeros_like(cross_entropy)
         *others, z_losses = losses
         return functools.reduce(jnp.add, others), z_losses
 
     @property
-    def of_labels(self) -> tuple[bool, ...]:
-        without_label = self.of_logsumexp + self.with_entropy + 2 * self.with_predictions
-        return (True,) * (self.of_label + self.of_all_classes) + (False,) * without_label
+    def depends_on_label(self) -> tuple[bool, ...]:
+        without_label = self.with_z_loss + self.with_entropy + 2 * self.with_predictions
+        return (True,) * (self.with_label + self.with_all_classes) + (False,) * without_label
 
     @property
     def has_other_sums(self) -> bool:
-        """Whether the differences from the largest have other uses than their exponentials: XLA would keep them all."""
-        return self.of_all_classes or self.with_entropy
+        """Whether other sums than that of exponentials need the differences from the largest: XLA would store these."""
+        return self.with_all_classes or self.with_entropy
 
     def at(self, temperature: Array | None) -> "CrossEntropy":
         """The same for another temperature, unless it is None."""
         return self if temperature is None else dataclasses.replace(self, temperature=temperature)
 
-    def x(self, logits: Array, live: Array | None = None) -> Array:
-        """The x of some logits, -inf where they are not live; one that is -inf, as at an excluded class, stays so."""
-        x = widened(selected(logits, live, -jnp.inf))
+    def x(self, logits: Array, unmasked: Array | None = None) -> Array:
+        """The x of some logits: -inf where masked, and where the logit is -inf, as at an excluded class."""
+        x = widened(selected(logits, unmasked, -jnp.inf))
         return x if self.soft_cap is None else jnp.where(x == -jnp.inf, x, soft_capped(x, self.soft_cap))
 
     def _over_temperature(self, x: Array) -> Array:
@@ -143,7 +143,7 @@ class CrossEntropy(Formula):
 
     # The sums.
 
-    def nothing(self, zero: Array) -> LabelSums:
+    def empty_sums(self, zero: Array) -> LabelSums:
         none = dict.fromkeys(self._terms(zero, None), zero)
         if self.with_predictions:
             none["best"] = jnp.full_like(zero, _NOWHERE, jnp.int32)
@@ -151,12 +151,12 @@ class CrossEntropy(Formula):
 
     def sums(self, part: LogitPart) -> LabelSums:
         total = lambda terms: jnp.sum(terms, -1, keepdims=True)  # noqa: E731
-        x = self.x(part.logits, part.live)
-        largest = selected(finite_largest(x), part.live_rows)
-        # Divided after the subtraction, which is exact: a low temperature would enlarge the error of a quotient.
+        x = self.x(part.logits, part.unmasked)
+        largest = selected(finite_largest(x), part.unmasked_rows)
+        # Divided after the subtraction, as in `Exponentials`.
         z = self._over_temperature(x - largest)
         terms = self._terms(z, part.class_weights)
-        others = {name: total(selected(term, part.live)) for name, term in terms.items()}
+        others = {name: total(selected(term, part.unmasked)) for name, term in terms.items()}
         if self.with_predictions:
             others["best"] = jnp.full_like(largest, part.first, jnp.int32)  # `_with_best` looks within the part
         return LabelSums(largest, total(jnp.exp(z)), self._at_label(x, part), **others)
@@ -164,7 +164,7 @@ class CrossEntropy(Formula):
     def _at_label(self, x: Array, part: LogitPart) -> Array:
         if part.label is None:
             return jnp.sum(jnp.where(part.is_label, x, 0), -1, keepdims=True)
-        return self.x(element_at(part.logits, part.live, part.label))
+        return self.x(element_at(part.logits, part.unmasked, part.label))
 
     def sums_of_each(self, part: LogitPart) -> LabelSums:
         """The sums over each logit alone."""
@@ -177,16 +177,16 @@ class CrossEntropy(Formula):
         return LabelSums(largest, jnp.exp(z), label, **self._terms(z, part.class_weights), best=best)
 
     def _terms(self, z: Array, class_weights: Array | None) -> dict[str, Array]:
-        """What the other sums add up, by their names."""
+        """The terms of the other sums, by name."""
         terms = {}
-        if self.of_all_classes:
+        if self.with_all_classes:
             terms["weight"], terms["weighted"] = (_weighted(x, class_weights) for x in (jnp.ones_like(z), z))
         if self.with_entropy:
             terms["spread"] = _spread(z)
         return terms
 
     def add(self, a: LabelSums, b: LabelSums) -> LabelSums:
-        """The sums over two parts together."""
+        """The sums over both parts together."""
         return self._joined(jnp.maximum(a.largest, b.largest), jnp.add, jnp.minimum, a, b)
 
     def add_devices(self, classes: Classes, sums: LabelSums) -> LabelSums:
@@ -202,14 +202,14 @@ class CrossEntropy(Formula):
     def _joined(
         self, largest: Array, add: Callable[..., Array], lowest: Callable[..., Array], *parts: LabelSums
     ) -> LabelSums:
-        """The sums of parts, which `add` adds up, and the `lowest` of their classes, for the largest x of them all."""
+        """The sums of parts, relative to the largest x of all; `add` adds them up, and `lowest` joins their classes."""
         total: LabelSums = jax.tree.map(add, *(self._rebased(largest, part) for part in parts))
         if self.with_predictions:
             total = total._replace(best=lowest(*(jnp.where(p.largest == largest, p.best, _NOWHERE) for p in parts)))
         return total._replace(largest=largest)
 
     def _rebased(self, largest: Array, sums: LabelSums) -> LabelSums:
-        """The same sums relative to another largest x, but for that itself."""
+        """The sums relative to another largest x, which is not filled in."""
         step = self._over_temperature(sums.largest - largest)
         factor = jnp.exp(step)
         moved = sums._replace(largest=None, total=sums.total * factor, best=None)  # type: ignore[arg-type]
@@ -224,71 +224,71 @@ class CrossEntropy(Formula):
 
     def outputs(self, sums: LabelSums, data: Array, classes: int) -> Arrays:
         log_total = jnp.log(sums.total)
-        valid = nan_unless(is_class(data, classes), log_total.dtype)  # a product makes the derivatives NaN as well
+        valid = nan_unless(is_class(data, classes), log_total.dtype)  # a product, so that derivatives are NaN as well
         outputs = []
-        if self.of_label:
+        if self.with_label:
             z = self._over_temperature(sums.label - sums.largest)
             outputs += [(z - log_total if self.as_log_prob else log_total - z) * valid]
-        if self.of_all_classes:
+        if self.with_all_classes:
             number = self._number_of_mean(sums, classes)
             outputs += [(log_total * (sums.weight / number) - sums.weighted / number) * valid]
-        if self.of_logsumexp:
+        if self.with_z_loss:
             outputs += [jnp.square(self._logsumexp(sums))]
         if self.with_entropy:
             outputs += [log_total - sums.spread / sums.total]
         if self.with_predictions:
-            is_class_of_row = (sums.best < classes) & ~jnp.isnan(sums.total)
-            place = jnp.where(is_class_of_row, (sums.best + 1).astype(log_total.dtype), jnp.nan)
+            has_best = (sums.best < classes) & ~jnp.isnan(sums.total)
+            place = jnp.where(has_best, (sums.best + 1).astype(log_total.dtype), jnp.nan)
             outputs += [self._logsumexp(sums), place]
         return tuple(outputs)
 
     def _number_of_mean(self, sums: LabelSums, classes: int) -> Array | int:
-        return jnp.maximum(sums.weight, 1) if self.over_live_classes else classes
+        return jnp.maximum(sums.weight, 1) if self.over_unmasked_classes else classes
 
     def _logsumexp(self, sums: LabelSums) -> Array:
         return self._over_temperature(sums.largest) + jnp.log(sums.total)
 
     def slopes(self, sums: LabelSums, labels: Array, classes: int, d_outputs: Arrays) -> Slopes:
         d_rest, has_label = list(d_outputs), is_class(labels, classes)
-        of_exp, of_label, of_weights, of_spread = jnp.zeros_like(sums.total), None, None, None
-        if self.of_label:
-            of_label = nan_if_bad(d_rest.pop(0), has_label)
-            of_label = -of_label if self.as_log_prob else of_label
-            of_exp += of_label
-        if self.of_all_classes:
-            of_weights = nan_if_bad(d_rest.pop(0), has_label) / self._number_of_mean(sums, classes)
-            of_exp += of_weights * sums.weight
-        if self.of_logsumexp:
-            of_exp += 2 * self._logsumexp(sums) * d_rest.pop(0)
-        rate = jnp.where(is_sound(sums), 1 / sums.total, jnp.nan)
+        exp_factor, d_label, weight_factor, spread_factor = jnp.zeros_like(sums.total), None, None, None
+        if self.with_label:
+            d_label = nan_if_bad(d_rest.pop(0), has_label)
+            d_label = -d_label if self.as_log_prob else d_label
+            exp_factor += d_label
+        if self.with_all_classes:
+            weight_factor = nan_if_bad(d_rest.pop(0), has_label) / self._number_of_mean(sums, classes)
+            exp_factor += weight_factor * sums.weight
+        if self.with_z_loss:
+            exp_factor += 2 * self._logsumexp(sums) * d_rest.pop(0)
+        rate = jnp.where(has_probabilities(sums), 1 / sums.total, jnp.nan)
         if self.with_entropy:
             d_entropy = d_rest.pop(0)
-            of_exp += d_entropy * (sums.spread * rate)
-            of_spread = -d_entropy * rate
+            exp_factor += d_entropy * (sums.spread * rate)
+            spread_factor = -d_entropy * rate
         if self.with_predictions:
-            of_exp += d_rest.pop(0)
-        slopes = Slopes(sums.largest, of_exp * rate, of_spread, of_weights, None)
-        return slopes if of_label is None else slopes._replace(at_label=self._of_exps(sums.label, slopes) - of_label)
+            exp_factor += d_rest.pop(0)
+        slopes = Slopes(sums.largest, exp_factor * rate, spread_factor, weight_factor, None)
+        return slopes if d_label is None else slopes._replace(at_label=self._exp_terms(sums.label, slopes) - d_label)
 
     def logit_cotangents(self, part: LogitPart, slopes: Slopes, *, computed_again: bool = True) -> Array:
         """The cotangents of some logits of some rows."""
-        x = self.x(part.logits, part.live)
-        # What a product gives once more may be a rounding larger than the largest. Logits that are an array are the
-        # same as before, and so are their exponentials: XLA computes these once.
-        d_x = self._of_exps(jnp.minimum(x, slopes.shift) if computed_again else x, slopes)
+        x = self.x(part.logits, part.unmasked)
+        # Logits that are computed again may exceed the largest by a rounding. Those of an array are the same as before,
+        # and XLA computes their exponentials once.
+        d_x = self._exp_terms(jnp.minimum(x, slopes.shift) if computed_again else x, slopes)
         if slopes.at_label is not None:
-            # Selected: with a difference XLA's compiler for GPUs would write the cotangents to memory once more.
+            # Selected: for a difference XLA's compiler for GPUs would write the cotangents to memory once more.
             d_x = jnp.where(part.is_label, slopes.at_label, d_x)
-        if slopes.of_weights is not None:
-            d_x -= _weighted(slopes.of_weights, part.class_weights)
+        if slopes.weight_factor is not None:
+            d_x -= _weighted(slopes.weight_factor, part.class_weights)
         d_x = self._over_temperature(d_x)
         capped = d_x if self.soft_cap is None else soft_capped(widened(part.logits), self.soft_cap)
         return pulled_back(d_x, capped, self.soft_cap)
 
-    def _of_exps(self, x: Array, slopes: Slopes) -> Array:
+    def _exp_terms(self, x: Array, slopes: Slopes) -> Array:
         z = self._over_temperature(x - slopes.shift)
-        d_x: Array = jnp.exp(z) * slopes.of_exp
-        return d_x if slopes.of_spread is None else d_x + _spread(z) * slopes.of_spread
+        d_x: Array = jnp.exp(z) * slopes.exp_factor
+        return d_x if slopes.spread_factor is None else d_x + _spread(z) * slopes.spread_factor
 
     # For linear layers.
 
@@ -297,22 +297,22 @@ class CrossEntropy(Formula):
         if tiles.number == 1:
             sums = self.sums(logit_part(x, data, classes, tiles.tile(0)))
         else:
-            nothing = self.nothing(jnp.zeros_like(x[..., :1]))
-            of_tile = lambda j: self.sums(logit_part(x, data, classes, tiles.tile(j)))  # noqa: E731
-            sums = loop(0, tiles.number, lambda j, sums: self.add(sums, of_tile(j)), nothing)
+            empty = self.empty_sums(jnp.zeros_like(x[..., :1]))
+            tile_sums = lambda j: self.sums(logit_part(x, data, classes, tiles.tile(j)))  # noqa: E731
+            sums = loop(0, tiles.number, lambda j, sums: self.add(sums, tile_sums(j)), empty)
         return self.add_devices(classes, self._with_best(x, sums, tiles.size))
 
     def _with_best(self, logits: Array, sums: LabelSums, size: int) -> LabelSums:
-        """The sums with the class of the largest x, from the first class of the tile, of this size, that has it.
+        """The sums with the class of the largest x, which is searched for in one tile of this size.
 
-        To look through all tiles takes as long as a sum over the logits.
+        `sums.best` is the first class of that tile. A search in all tiles takes as long as a sum over the logits.
         """
         if sums.best is None:
             return sums
         if size < logits.shape[-1]:
             first = jnp.minimum(sums.best, logits.shape[-1] - size)
             logits = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, size))(logits, first[:, 0])
-        # Computed once: where XLA computes an x again, for another use, it may differ from the largest by a rounding.
+        # Unfused: an x that XLA computes again may differ from the largest by a rounding.
         x = platforms.unfused(self.x(lax.stop_gradient(logits)))
         found = (x >= jnp.max(x, -1, keepdims=True)) & (sums.total != 0)
         return sums._replace(best=jnp.min(_classes_where(found, sums.best), -1, keepdims=True))
@@ -327,8 +327,8 @@ class CrossEntropy(Formula):
         return self.outputs(sums, data, classes.number)
 
 
-def is_sound(sums: "LabelSums | TargetSums | Exponentials") -> Array:
-    """False for a row that contains a NaN or +inf, or only -inf: it has no probabilities."""
+def has_probabilities(sums: "LabelSums | TargetSums | Exponentials") -> Array:
+    """Whether rows have probabilities: not one with a NaN or +inf, nor one of only -inf."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
     return (sums.total > 0) & (sums.total < jnp.inf)
 
@@ -348,8 +348,8 @@ def logit_part(logits: Array, labels: Array, classes: Classes, tile: Tile | None
     weights = None if classes.weights is None else take(classes.weights, 0, tile)
     if not tile.is_ragged:
         return LogitPart(logits, index == labels, None, weights, first=tile.start)
-    live = index >= tile.first
-    return LogitPart(logits, (index == labels) & live, live, weights, first=tile.start)
+    unmasked = index >= tile.first
+    return LogitPart(logits, (index == labels) & unmasked, unmasked, weights, first=tile.start)
 
 
 def _classes_where(found: Array, first: Index) -> Array:
@@ -382,7 +382,7 @@ def target_sums(x: Array, t: Array, where: Array | None, epsilon: Array | None) 
     z, t = _relative(x, t, where, largest)
     exps = jnp.exp(z)
     total, weight = jnp.sum(exps, -1, keepdims=True), unfolded.sum_of(t, -1, keepdims=True)
-    total = jnp.where((total == 0) & (weight == 0), 1, total)  # no class has a probability, and none needs one
+    total = jnp.where((total == 0) & (weight == 0), 1, total)  # no class has a probability or a target
     product = jnp.sum(t * jnp.where(_is_absent(z, t), 0, z), -1, keepdims=True)
     caught = None if epsilon is None else jnp.sum(t * exps, -1, keepdims=True) / total
     return TargetSums(largest, total, weight, product, caught)
@@ -406,11 +406,11 @@ def textbook_target_loss(x: Array, t: Array, epsilon: Array | None) -> Array:
 
 
 def textbook_logit_slopes(x: Array, t: Array, epsilon: Array | None) -> Array:
-    """The derivatives of the loss by the logits; NaN in a row that is not sound, without a selection."""
+    """The derivatives of the loss by the logits; NaN in a row without probabilities, by no selection."""
     wide = jnp.finfo(x.dtype)
     exps = jnp.exp(x - _finite_largest_in_kernel(x))
     total, weight = (jnp.sum(a, -1, keepdims=True) for a in (exps, t))
-    p = exps / (total + float(wide.tiny))  # the total is 1 or more, but 0 of nothing but -inf
+    p = exps / (total + float(wide.tiny))  # the total is 1 or more, or 0 if all logits are -inf
     slopes = weight * p - t
     if epsilon is not None:
         slopes += epsilon * (p * (jnp.sum(t * p, -1, keepdims=True) - t))
@@ -428,9 +428,9 @@ def _finite_largest_in_kernel(x: Array) -> Array:
 def target_slopes(
     x: Array, t: Array, where: Array | None, epsilon: Array | None, sums: TargetSums
 ) -> tuple[Array, Array]:
-    """The derivatives of the loss by the logits and by the targets; NaN in a row that is not sound."""
+    """The derivatives of the loss by the logits and by the targets; NaN in a row without probabilities."""
     z, t = _relative(x, t, where, sums.largest)
-    p = jnp.exp(z) * jnp.where(is_sound(sums), 1 / sums.total, jnp.nan)
+    p = jnp.exp(z) * jnp.where(has_probabilities(sums), 1 / sums.total, jnp.nan)
     costs = jnp.log(sums.total) - z
     costs = jnp.where(_is_absent(z, t), 0, costs)
     slopes = sums.weight * p - t
@@ -440,7 +440,7 @@ def target_slopes(
 
 
 def _is_absent(z: Array, t: Array) -> Array:
-    """A class of probability 0 without a target is no class, by the convention 0 log 0 = 0."""
+    """Where a class has no probability and no target: it adds nothing, by the convention 0 log 0 = 0."""
     return (t == 0) & (z == -jnp.inf)
 
 

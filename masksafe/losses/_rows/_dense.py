@@ -24,7 +24,7 @@ from masksafe.losses._rows._cross_entropy import (
     LabelSums,
     LogitPart,
     TargetSums,
-    is_sound,
+    has_probabilities,
     logit_part,
     target_loss,
     target_slopes,
@@ -35,62 +35,65 @@ from masksafe.losses._rows._cross_entropy import (
 from masksafe.losses._rows._formula import Classes
 
 
-class OfLabels(NamedTuple):
-    """The outputs of rows with labels, and the axes of their classes."""
+class LabelConfig(NamedTuple):
+    """The static arguments of the op of rows with labels."""
 
     formula: CrossEntropy
     axes: Axes  # of the classes
     axis_name: str | None = None  # the mesh axis over which the classes are split
-    looks_up: bool = True  # the logit of the label; JAX's derivative of that is a scatter, which checkify cannot check
+    looks_up: bool = (
+        True  # whether the logit of the label is looked up; the derivative is a scatter, which checkify cannot check
+    )
 
     def part(self, x: Array, labels: Array, where: Array | None) -> LogitPart:
         part = logit_part(x, labels, Classes(x.shape[-1], self.axis_name))
-        # Rows are masked by what comes out of them. Derivatives of JAX's own would have a NaN of masked logits.
-        is_of_rows = self.looks_up and masks_rows(where, (-1,))
-        part = part._replace(live_rows=where) if is_of_rows else part._replace(live=where)
+        # A mask of rows is applied to their outputs. In JAX's own derivatives masked logits would give a NaN: not
+        # there.
+        masks_whole_rows = self.looks_up and masks_rows(where, (-1,))
+        part = part._replace(unmasked_rows=where) if masks_whole_rows else part._replace(unmasked=where)
         return part._replace(label=labels if self.looks_up and self.axis_name is None else None)
 
 
 Args = tuple[Labelled, Array | None]  # the arrays, and the temperature or the epsilon
-Kept = tuple[Pytree, Array | None]  # the sums, and which rows have a class left; None: all
+Residuals = tuple[Pytree, Array | None]  # the sums, and which rows have an unmasked class; None: all
 
 
 def _label_forward(
-    config: OfLabels, inputs: Labelled, temperature: Array | None, *, value_alone: bool = False
-) -> tuple[Arrays, Kept]:
+    config: LabelConfig, inputs: Labelled, temperature: Array | None, *, value_alone: bool = False
+) -> tuple[Arrays, Residuals]:
     x, labels, where = inputs.rows(config.axes)
-    live = _live_rows(x, where, config.axis_name)
-    labels = selected(labels, live)  # one that is out of range is gone with its row
+    unmasked = _unmasked_rows(x, where, config.axis_name)
+    labels = selected(labels, unmasked)  # a masked row has a valid label
     devices, formula = sharding.Devices(config.axis_name), config.formula.at(temperature)
     classes = Classes(x.shape[-1], config.axis_name)
-    of_sums = lambda x, labels, where: formula.sums(config.part(x, labels, where))  # noqa: E731
+    sums_of_rows = lambda x, labels, where: formula.sums(config.part(x, labels, where))  # noqa: E731
     longest = platforms.choices().longest_row_of_kernels if value_alone else None
-    # In blocks, devices would have to exchange sums once per block. Before a reverse pass the exponentials of all rows
-    # are kept where the cotangents will be; for values alone a long row leaves the cache before it is read once more.
+    # In blocks, devices would exchange sums once per block. Before a reverse pass XLA stores the exponentials of all
+    # rows in any case; for values alone blocks keep a long row in the cache until it is read again.
     at_once = devices.are_many or (not formula.has_other_sums and _are_kernels(where, x, longest=longest))
-    sums = of_sums(x, labels, where) if at_once else row_blocks.map_row_blocks(of_sums, x, labels, where)
+    sums = sums_of_rows(x, labels, where) if at_once else row_blocks.map_row_blocks(sums_of_rows, x, labels, where)
     sums = formula.add_devices(classes, sums)
     largest, total, *others = sums
-    if not config.looks_up:  # else the rule selects what it makes of the lowest number, in as few passes as it can
-        largest = selected(largest, live)
+    if not config.looks_up:  # otherwise the rule selects later, in fewer passes
+        largest = selected(largest, unmasked)
     # The logarithm has no derivative at 0.
-    sums = LabelSums(largest, selected(total, live, 1), *jax.tree.map(lambda x: selected(x, live), others))
+    sums = LabelSums(largest, selected(total, unmasked, 1), *jax.tree.map(lambda x: selected(x, unmasked), others))
     outputs = formula.outputs(sums, labels, classes.number)
-    outputs = tuple(selected(output, live).squeeze(-1) for output in outputs)
-    return sharding.vary_with(outputs, x) if devices.are_many else outputs, (sums, live)
+    outputs = tuple(selected(output, unmasked).squeeze(-1) for output in outputs)
+    return sharding.vary_with(outputs, x) if devices.are_many else outputs, (sums, unmasked)
 
 
-def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> Array | None:
-    """Finds the rows that have a class left."""
+def _unmasked_rows(x: Array, where: Array | None, axis_name: str | None = None) -> Array | None:
+    """Which rows have an unmasked class; None: all."""
     if x.shape[-1] == 0:
         return jnp.zeros((*x.shape[:-1], 1), bool)
     return None if where is None else sharding.Devices(axis_name).any(unfolded.any_of(where, -1, keepdims=True))
 
 
 def _are_kernels(where: Array | None, *arrays: Array, longest: int | None = None) -> bool:
-    """Whether the library of XLA's CPU compiler makes one kernel of a sum over each row of arrays, of so many elements.
+    """Whether the library of XLA's CPU compiler sums rows of at most `longest` elements in one kernel.
 
-    The library does not select, and what is widened is written to memory.
+    The library does not select, and XLA writes what it widens to memory.
     """
     if not platforms.choices().has_kernel_library or not masks_rows(where, (-1,)):
         return False
@@ -99,10 +102,10 @@ def _are_kernels(where: Array | None, *arrays: Array, longest: int | None = None
     return longest is None or sum(x.shape[-1] for x in arrays) <= longest
 
 
-def _label_reverse(config: OfLabels, args: Args, kept: Kept, d_outputs: Arrays) -> tuple[Labelled, None]:
-    (inputs, temperature), (sums, live) = args, kept
+def _label_reverse(config: LabelConfig, args: Args, residuals: Residuals, d_outputs: Arrays) -> tuple[Labelled, None]:
+    (inputs, temperature), (sums, unmasked) = args, residuals
     x, labels, where = inputs.rows(config.axes)
-    labels = selected(labels, live)
+    labels = selected(labels, unmasked)
     formula, devices = config.formula.at(temperature), sharding.Devices(config.axis_name)
     d_rows = tuple(devices.sum(d).astype(sums.total.dtype)[..., None] for d in d_outputs)
     slopes = formula.slopes(sums, labels, Classes(x.shape[-1], config.axis_name).number, d_rows)
@@ -112,14 +115,16 @@ def _label_reverse(config: OfLabels, args: Args, kept: Kept, d_outputs: Arrays) 
     return Labelled(computed_once(from_rows(config.axes, inputs.logits, d_x)), None, None), None
 
 
-def _in_reverse(axes: Axes, args: Args, kept: Kept, d_outputs: Arrays) -> Args:
-    """Masks rows that are not sound whose cotangents are 0: the user has replaced their results, and any NaN."""
+def _in_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: Arrays) -> Args:
+    """Masks rows without probabilities whose cotangents are 0: the user has replaced their results, and any NaN."""
     inputs, other = args
-    takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], is_sound(kept[0]).squeeze(-1))
+    takes_part = functools.reduce(
+        jnp.logical_or, [d != 0 for d in d_outputs], has_probabilities(residuals[0]).squeeze(-1)
+    )
     return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes))), other
 
 
-# Outputs `[...]` of rows with labels, wide, 0 where nothing is left; a temperature replaces that of the formula.
+# Outputs `[...]` of rows with labels, wide, 0 for empty rows; a temperature replaces that of the formula.
 label_outputs = rule_of_kernels(
     _label_forward,
     _label_reverse,
@@ -134,25 +139,25 @@ label_outputs = rule_of_kernels(
 
 def _target_forward(
     axes: Axes, inputs: Labelled, epsilon: Array | None, *, fewest: int | None = None
-) -> tuple[Arrays, Kept]:
+) -> tuple[Arrays, Residuals]:
     args = inputs, None if epsilon is None else epsilon[..., None]
     by_rows = functools.partial(_target_by_rows, axes)
 
-    def in_one_kernel(inputs: Labelled, epsilon: Array | None) -> tuple[Array, Kept]:
+    def in_one_kernel(inputs: Labelled, epsilon: Array | None) -> tuple[Array, Residuals]:
         x, t, where = inputs.rows(axes)
         loss = selected(textbook_target_loss(widened(x), widened(t), epsilon), where)
         again = lambda: by_rows(*platforms.unfused((inputs, epsilon)))  # noqa: E731
         return tiles.once_if(unfolded.any_of(~jnp.isfinite(loss)), lambda _: again()[0], loss), again()[1]
 
-    loss, kept = _by_kernels(axes, fewest, in_one_kernel, by_rows, *args)
-    return (loss.squeeze(-1),), kept
+    loss, residuals = _by_kernels(axes, fewest, in_one_kernel, by_rows, *args)
+    return (loss.squeeze(-1),), residuals
 
 
-def _target_by_rows(axes: Axes, inputs: Labelled, epsilon: Array | None) -> tuple[Array, Kept]:
+def _target_by_rows(axes: Axes, inputs: Labelled, epsilon: Array | None) -> tuple[Array, Residuals]:
     x, t, where = inputs.rows(axes)
-    sums, live = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon), _live_rows(x, where)
-    sums = sums._replace(total=selected(sums.total, live, 1))
-    return selected(target_loss(sums, epsilon), live), (sums, live)
+    sums, unmasked = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon), _unmasked_rows(x, where)
+    sums = sums._replace(total=selected(sums.total, unmasked, 1))
+    return selected(target_loss(sums, epsilon), unmasked), (sums, unmasked)
 
 
 def _target_plain(axes: Axes, inputs: Labelled, epsilon: Array | None) -> Arrays:
@@ -180,15 +185,15 @@ def _by_kernels(
     return platforms.on_cpu_or_elsewhere(in_one_kernel, by_rows, *args)
 
 
-def _target_reverse(axes: Axes, args: Args, kept: Kept, d_outputs: Arrays) -> Args:
-    (inputs, epsilon), (sums, live), (d_loss,) = args, kept, d_outputs
-    of_rows, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
+def _target_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: Arrays) -> Args:
+    (inputs, epsilon), (sums, unmasked), (d_loss,) = args, residuals, d_outputs
+    column, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
 
     def by_rows(inputs: Labelled, epsilon: Array | None, d: Array, sums: TargetSums) -> tuple[Array, Array]:
         x, t, where = inputs.rows(axes)
         # Rows that the user has replaced are masked in what comes out: the exponentials stay those of the first pass.
-        of_classes = None if live is None and masks_rows(where, (-1,)) else where
-        slopes, costs = target_slopes(x, t, of_classes, epsilon, sums)
+        class_mask = None if unmasked is None and masks_rows(where, (-1,)) else where
+        slopes, costs = target_slopes(x, t, class_mask, epsilon, sums)
         d_t = jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
         d_logits = from_rows(axes, inputs.logits, selected(slopes * d, where))
         return d_logits, from_rows(axes, inputs.labels, selected(d_t, where))
@@ -200,32 +205,32 @@ def _target_reverse(axes: Axes, args: Args, kept: Kept, d_outputs: Arrays) -> Ar
             d_x = tiles.once_if(unfolded.any_of(~where), lambda d_x: selected(d_x, inputs.where), d_x)
         return d_x, by_rows(platforms.unfused(inputs), epsilon, d, sums)[1]
 
-    d_x, d_t = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, of_rows, d, sums)
+    d_x, d_t = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, column, d, sums)
     d_epsilon = None
     if epsilon is not None:
-        d_epsilon = selected((sums.weight - sums.caught) * d, live).squeeze(-1)
+        d_epsilon = selected((sums.weight - sums.caught) * d, unmasked).squeeze(-1)
         d_epsilon = jnp.where(d_loss == 0, 0, d_epsilon).astype(epsilon.dtype)
     return Labelled(computed_once(d_x), d_t, None), d_epsilon
 
 
-def _in_target_reverse(axes: Axes, args: Args, kept: Kept, d_outputs: Arrays) -> Args:
+def _in_target_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: Arrays) -> Args:
     """`_in_reverse`; where a kernel has computed the loss, rows are looked at once more if any cotangent is 0."""
     (inputs, epsilon), (d_loss,) = args, d_outputs
 
-    def by_rows(_: Labelled, is_needed: Array, is_sound: Array) -> Array:
-        return is_needed | is_sound
+    def by_rows(_: Labelled, is_needed: Array, is_valid: Array) -> Array:
+        return is_needed | is_valid
 
     def in_one_kernel(inputs: Labelled, is_needed: Array, _: Array) -> Array:
         x = platforms.unfused(lax.stop_gradient(inputs)).rows(axes)[0]
-        add = lambda is_needed: is_needed | is_sound(Exponentials.of(x)).squeeze(-1)  # noqa: E731
+        add = lambda is_needed: is_needed | has_probabilities(Exponentials.of(x)).squeeze(-1)  # noqa: E731
         return tiles.once_if(unfolded.any_of(~is_needed), add, is_needed)
 
-    needed_and_sound = d_loss != 0, is_sound(kept[0]).squeeze(-1)
-    takes_part = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, *needed_and_sound)
+    needed_and_valid = d_loss != 0, has_probabilities(residuals[0]).squeeze(-1)
+    takes_part = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, *needed_and_valid)
     return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes))), epsilon
 
 
-# The loss `[...]` of rows with targets, wide, 0 where nothing is left; an epsilon `[...]` adds PolyLoss's term.
+# The loss `[...]` of rows with targets, wide, 0 for empty rows; an epsilon `[...]` adds PolyLoss's term.
 target_loss_of_rows = rule_of_kernels(
     _target_forward, _target_reverse, _in_target_reverse, value=_target_value, plain=_target_plain
 )

@@ -50,13 +50,13 @@ class TopK(NamedTuple):
 
     log_probs: Array
     classes: Array
-    live: Array | None = None  # which of them count, None: all
+    unmasked: Array | None = None  # None: all
 
     @property
     def distinct(self) -> Array:
-        """The classes, with numbers of their own, below 0, in place of those that do not count."""
+        """The classes, with a different negative number for each masked one."""
         index = -1 - jnp.arange(self.classes.shape[-1], dtype=self.classes.dtype)
-        return self.classes if self.live is None else jnp.where(self.live, self.classes, index)
+        return self.classes if self.unmasked is None else jnp.where(self.unmasked, self.classes, index)
 
 
 class DivergenceSums(NamedTuple):
@@ -65,21 +65,23 @@ class DivergenceSums(NamedTuple):
     teacher: Exponentials
     student: Exponentials
     divergences: Arrays  # KL(p || q), KL(q || p), or both of which JS consists
-    rest: Exponentials | None = None  # of the student's classes that are not among the teacher's k, if they are a class
-    valid: Any = None  # NaN if the teacher's k classes are not
+    rest: Exponentials | None = (
+        None  # over the student's classes that are not among the teacher's k, if they count as a class
+    )
+    valid: Any = None  # 1, or NaN if the teacher's k classes are bad
 
 
 @dataclasses.dataclass(frozen=True)
 class Divergence(Formula):
-    """The divergence of the student, the first source, from a teacher: the second source, or its top k classes."""
+    """The divergence of the student, the first layer, from a teacher: the second layer, or its top k classes."""
 
-    of_labels = (False,)
+    depends_on_label = (False,)
     direction: str
-    beta: float  # the teacher's part of the mixture
+    beta: float  # the weight of the teacher in the mixture
     temperature: float
     target_gradients: bool = False
-    of_top_k: bool = False
-    with_rest: bool = False  # whether classes that are not among the teacher's k make one class more
+    has_top_k: bool = False
+    with_rest: bool = False  # whether the classes that are not among the teacher's k count as one more class
 
     @property
     def gradients(self) -> int:
@@ -90,22 +92,24 @@ class Divergence(Formula):
         # The cotangents are as large as the difference of the logits of both sides, divided by the temperature twice.
         return min(max(10 + 2 * round(math.log2(self.temperature)), -60), 60)
 
-    def cleaned(self, data: Pytree, live: Array | None) -> Pytree:
-        if live is None or not self.of_top_k:
-            return super().cleaned(data, live)
+    def cleaned(self, data: Pytree, unmasked: Array | None) -> Pytree:
+        if unmasked is None or not self.has_top_k:
+            return super().cleaned(data, unmasked)
         classes = jnp.arange(data.classes.shape[-1], dtype=data.classes.dtype)  # none is repeated
-        harmless = TopK(jnp.zeros((), data.log_probs.dtype), classes, None if data.live is None else jnp.array(True))
-        return jax.tree.map(functools.partial(jnp.where, live), data, harmless)
+        harmless = TopK(
+            jnp.zeros((), data.log_probs.dtype), classes, None if data.unmasked is None else jnp.array(True)
+        )
+        return jax.tree.map(functools.partial(jnp.where, unmasked), data, harmless)
 
-    def nothing(self, zero: Array) -> DivergenceSums:
+    def empty_sums(self, zero: Array) -> DivergenceSums:
         none = Exponentials(zero, zero)
         divergences = (zero,) * (2 if self.direction == JENSEN_SHANNON else 1)
         return DivergenceSums(
-            none, none, divergences, none if self.with_rest else None, zero if self.of_top_k else None
+            none, none, divergences, none if self.with_rest else None, zero if self.has_top_k else None
         )
 
     def sums_of(self, logits: Arrays, data: Pytree, classes: Classes, tile_size: int) -> DivergenceSums:
-        if self.of_top_k:
+        if self.has_top_k:
             x, targets, valid = self._top_k(logits[0], data)
             rest = None
             if self.with_rest:
@@ -113,9 +117,9 @@ class Divergence(Formula):
             student, teacher = self._few_classes(x, targets, rest)
         else:
             (student, teacher), rest, valid = logits, None, None
-        of_teacher = Exponentials.of(teacher, temperature=self._of_teacher)
-        of_student = Exponentials.of(student, temperature=self.temperature)
-        log_p, log_q = self._log_softmaxes(teacher, student, of_teacher, of_student)
+        teacher_sums = Exponentials.of(teacher, temperature=self._teacher_temperature)
+        student_sums = Exponentials.of(student, temperature=self.temperature)
+        log_p, log_q = self._log_softmaxes(teacher, student, teacher_sums, student_sums)
         if self.direction == FORWARD:
             divergences = [_kl(log_p, log_q)]
         elif self.direction == REVERSE:
@@ -123,19 +127,19 @@ class Divergence(Formula):
         else:
             log_m = self._log_mixture(log_p, log_q)
             divergences = [_kl(log_p, log_m), _kl(log_q, log_m)]
-        return DivergenceSums(of_teacher, of_student, tuple(divergences), rest, valid)
+        return DivergenceSums(teacher_sums, student_sums, tuple(divergences), rest, valid)
 
     def outputs(self, sums: DivergenceSums, data: Pytree, classes: int) -> Arrays:
-        divergence, *of_student = sums.divergences
-        if of_student:
-            divergence = self.beta * divergence + (1 - self.beta) * of_student[0]
+        divergence, *second = sums.divergences
+        if second:
+            divergence = self.beta * divergence + (1 - self.beta) * second[0]
         return (divergence if sums.valid is None else divergence * sums.valid,)
 
     def cotangents(
         self, logits: Arrays, data: Pytree, classes: Classes, sums: DivergenceSums, d_outputs: Arrays
     ) -> Arrays:
         d = over(d_outputs[0], self.temperature)
-        if not self.of_top_k:
+        if not self.has_top_k:
             student, teacher = logits
             slopes = self._slopes(student, teacher, sums)
             return tuple(slope * d for slope in slopes[: self.gradients])
@@ -157,56 +161,58 @@ class Divergence(Formula):
         if self.direction == REVERSE:
             return _kl_slope(log_q, log_p, divergences[0]), p - q
         log_m = self._log_mixture(log_p, log_q)
-        of_teacher, of_student = divergences
-        return (1 - self.beta) * _kl_slope(log_q, log_m, of_student), self.beta * _kl_slope(log_p, log_m, of_teacher)
+        kl_of_teacher, kl_of_student = divergences
+        return (1 - self.beta) * _kl_slope(log_q, log_m, kl_of_student), self.beta * _kl_slope(
+            log_p, log_m, kl_of_teacher
+        )
 
     def plain_outputs(self, logits: Arrays, data: Pytree, classes: Classes) -> Arrays:
         return self.outputs(self.sums_of(logits, data, classes, classes.here), data, classes.number)
 
     def _log_mixture(self, log_p: Array, log_q: Array) -> Array:
-        """The logarithm of m; finite where neither side has a probability, for the sake of its derivatives."""
+        """The logarithm of m; finite where neither side has a probability, for finite derivatives."""
         least = float(jnp.finfo(log_p.dtype).min) / 2
         p_part, q_part = jnp.maximum(log_p, least), jnp.maximum(log_q, least)
         return jnp.logaddexp(p_part + math.log(self.beta), q_part + math.log1p(-self.beta))
 
     @property
-    def _of_teacher(self) -> float:
-        """The temperature of the teacher's logits: the logarithms of probabilities are taken as they are."""
-        return 1.0 if self.of_top_k else self.temperature
+    def _teacher_temperature(self) -> float:
+        """The temperature of the teacher's logits; logarithms of probabilities are not divided."""
+        return 1.0 if self.has_top_k else self.temperature
 
     def _log_softmaxes(
-        self, teacher: Array, student: Array, of_teacher: Exponentials, of_student: Exponentials
+        self, teacher: Array, student: Array, teacher_sums: Exponentials, student_sums: Exponentials
     ) -> tuple[Array, Array]:
-        log_p = over(teacher - of_teacher.largest, self._of_teacher) - jnp.log(of_teacher.total)
-        return log_p, over(student - of_student.largest, self.temperature) - jnp.log(of_student.total)
+        log_p = over(teacher - teacher_sums.largest, self._teacher_temperature) - jnp.log(teacher_sums.total)
+        return log_p, over(student - student_sums.largest, self.temperature) - jnp.log(student_sums.total)
 
     def _top_k(self, logits: Array, targets: TopK) -> tuple[Array, TopK, Array]:
-        """The student's rows, the targets with classes in range, and NaN for rows of which some is out or repeated.
+        """The student's rows, the targets with classes in range, and NaN for rows with a bad or repeated class.
 
-        A target that does not count has no probability, and any class in range.
+        A masked target has probability 0, and any class in range.
         """
         x = gathered_along(logits, -1)
-        live, number = targets.live, x.shape[-1]
+        unmasked, number = targets.unmasked, x.shape[-1]
         has_class = is_class(targets.classes, number)
-        has_class = has_class if live is None else has_class | ~live
+        has_class = has_class if unmasked is None else has_class | ~unmasked
         is_valid = jnp.all(has_class, -1) & ~jnp.any(is_repeated(targets.distinct), -1)
-        log_probs = selected(targets.log_probs.astype(x.dtype), live, -jnp.inf)
-        targets = TopK(log_probs, jnp.clip(targets.classes, 0, number - 1), live)
+        log_probs = selected(targets.log_probs.astype(x.dtype), unmasked, -jnp.inf)
+        targets = TopK(log_probs, jnp.clip(targets.classes, 0, number - 1), unmasked)
         return x, targets, nan_unless(is_valid, x.dtype)[..., None]  # a product makes the derivatives NaN as well
 
     def _few_classes(self, x: Array, targets: TopK, rest: Exponentials | None) -> tuple[Array, Array]:
-        """The logits of the student and the teacher at the targets, and of all others if their normalizer is given."""
-        student, teacher = selected(elements_at(x, targets.classes), targets.live, -jnp.inf), targets.log_probs
+        """The logits of student and teacher at the targets; with `rest` also those of all other classes, as one."""
+        student, teacher = selected(elements_at(x, targets.classes), targets.unmasked, -jnp.inf), targets.log_probs
         if rest is None:
             return student, teacher
         is_any = rest.total > 0  # of the student's other classes
         logsumexp = rest.largest + self.temperature * jnp.log(jnp.where(is_any, rest.total, 1))
-        of_others = jnp.where(is_any, logsumexp, -jnp.inf)
-        # A sum of probabilities may be 1 but for its rounding, and a rest of 0 would be infinitely far from any other.
+        other_logit = jnp.where(is_any, logsumexp, -jnp.inf)
+        # Rounding may make a sum of probabilities 1, and a rest of 0 would be infinitely far from any other.
         least = float(jnp.finfo(x.dtype).eps)
         missing = jnp.maximum(1 - jnp.sum(jnp.exp(teacher), -1, keepdims=True), least)
-        of_missing = jnp.where(is_any, jnp.log(missing), -jnp.inf)
-        return jnp.concatenate([student, of_others], -1), jnp.concatenate([teacher, of_missing], -1)
+        missing_logit = jnp.where(is_any, jnp.log(missing), -jnp.inf)
+        return jnp.concatenate([student, other_logit], -1), jnp.concatenate([teacher, missing_logit], -1)
 
 
 def _kl(log_p: Array, log_q: Array) -> Array:
@@ -221,7 +227,7 @@ def _kl_slope(log_p: Array, log_q: Array, kl: Array) -> Array:
     return p * jnp.where(p == 0, 0, log_p - log_q - kl)
 
 
-# The few classes of a teacher that is known by them.
+# The few classes of a teacher.
 
 
 def is_repeated(classes: Array) -> Array:
@@ -231,14 +237,14 @@ def is_repeated(classes: Array) -> Array:
 
 
 def _with_classes(x: Array, targets: TopK, values: Array | float) -> Array:
-    """Rows `[..., V]` with other elements at the classes of the targets that count, none of which is repeated."""
-    classes, live = targets.classes, targets.live
+    """Rows `[..., V]` with `values` at the classes of the unmasked targets, none of which is repeated."""
+    classes, unmasked = targets.classes, targets.unmasked
     values = jnp.broadcast_to(jnp.asarray(values, x.dtype), classes.shape)
     if uses_plain_rules() or not may_loop((x, classes)):  # symbolic sizes cannot be indices either
-        is_at = selected(at_label(classes, x.shape[-1]), None if live is None else live[..., None])
+        is_at = selected(at_label(classes, x.shape[-1]), None if unmasked is None else unmasked[..., None])
         return jnp.where(jnp.any(is_at, -2), jnp.sum(jnp.where(is_at, values[..., None], 0), -2), x)
-    if live is not None:  # the others repeat the first one that counts: a class past the end would alarm checkify
-        first = jnp.argmax(unknown(live), -1, keepdims=True)
-        place = jnp.where(live, jnp.arange(live.shape[-1], dtype=first.dtype), first)
+    if unmasked is not None:  # masked targets repeat the first unmasked one: checkify would report a class past the end
+        first = jnp.argmax(unknown(unmasked), -1, keepdims=True)
+        place = jnp.where(unmasked, jnp.arange(unmasked.shape[-1], dtype=first.dtype), first)
         classes, values = (jnp.take_along_axis(a, place, -1) for a in (classes, values))
     return jnp.put_along_axis(x, classes, values, -1, inplace=False)

@@ -1,7 +1,7 @@
-"""What a loss says of one row of logits; how rows are gone through is the matter of `_blocks` and `_tiles`.
+"""The formula of a loss, for one row of logits; `_token_blocks` and `_class_tiles` go through the rows.
 
-A formula needs some sums over the classes of a row. From these follow the outputs of the row, and from the sums and the
-cotangents of the outputs those of its logits.
+A formula needs some sums over the classes of a row. The outputs of the row follow from the sums; the cotangents of its
+logits follow from the sums and the cotangents of the outputs.
 """
 
 import abc
@@ -18,9 +18,9 @@ from masksafe._core.typing import Array, Arrays, Pytree
 class Classes(NamedTuple):
     """The classes of the rows."""
 
-    here: int  # how many this device has
+    here: int  # the number on this device
     axis_name: sharding.AxisName  # the mesh axis over which they are split
-    weights: Array | None = None  # of those of this device
+    weights: Array | None = None  # one for each class of this device
 
     @property
     def number(self) -> int:
@@ -28,25 +28,25 @@ class Classes(NamedTuple):
         return self.here * sharding.Devices(self.axis_name).size
 
     def local(self, labels: Array) -> Array:
-        """Labels counted from the first class of this device."""
+        """Global labels as labels among the classes of this device."""
         return sharding.Devices(self.axis_name).local(labels, self.here)
 
 
 class Formula(abc.ABC):
-    """A loss of rows of logits `[..., V]`, from one source or two, and of further data of each row."""
+    """A loss of rows: of the logits `[..., V]` of one layer or two, and of further data, such as labels."""
 
-    # Whether its sums are those of parts of the classes, added up. Then rows can be computed in tiles of the classes,
-    # and devices can each have some of the classes.
+    # Whether the sums over parts of the classes can be added up. Then rows can be computed in tiles of the classes, and
+    # each device can have some of the classes.
     by_parts: ClassVar[bool] = False
 
     @property
     def gradients(self) -> int:
-        """How many of the sources have gradients: the first ones."""
+        """How many of the layers have gradients: the first ones."""
         return 1
 
     @property
     @abc.abstractmethod
-    def of_labels(self) -> tuple[bool, ...]:
+    def depends_on_label(self) -> tuple[bool, ...]:
         """Whether each output of a row depends on a label, and is NaN if that is out of range."""
 
     @property
@@ -54,13 +54,13 @@ class Formula(abc.ABC):
         """The power of two that brings the cotangents of the logits into the range of float16."""
         return 10
 
-    def cleaned(self, data: Pytree, live: Array | None) -> Pytree:
-        """What else is known of the rows, without what masked ones hold."""
-        return jax.tree.map(lambda x: selected(x, live), data)
+    def cleaned(self, data: Pytree, unmasked: Array | None) -> Pytree:
+        """The data, with harmless values in masked rows."""
+        return jax.tree.map(lambda x: selected(x, unmasked), data)
 
     @abc.abstractmethod
-    def nothing(self, zero: Array) -> Pytree:
-        """The sums over no classes, a NamedTuple of arrays like the zero `[..., 1]`."""
+    def empty_sums(self, zero: Array) -> Pytree:
+        """The sums over no class: a NamedTuple of arrays like the zero `[..., 1]`."""
 
     @abc.abstractmethod
     def sums_of(self, logits: Arrays, data: Pytree, classes: Classes, tile_size: int) -> Pytree:
@@ -72,7 +72,7 @@ class Formula(abc.ABC):
 
     @abc.abstractmethod
     def cotangents(self, logits: Arrays, data: Pytree, classes: Classes, sums: Pytree, d_outputs: Arrays) -> Arrays:
-        """The cotangents of the logits of the sources that have gradients."""
+        """The cotangents of the logits of the layers that have gradients."""
 
     @abc.abstractmethod
     def plain_outputs(self, logits: Arrays, data: Pytree, classes: Classes) -> Arrays:
@@ -80,5 +80,5 @@ class Formula(abc.ABC):
 
 
 def nan_if_bad(d_output: Array, valid: Array) -> Array:
-    """The cotangent of an output that is NaN where not valid; one of 0 stays, since the user has replaced the NaN."""
+    """The cotangent of an output, NaN where it is not valid; a cotangent of 0 stays: the user has replaced the NaN."""
     return jnp.where(valid | (d_output == 0), d_output, jnp.nan)

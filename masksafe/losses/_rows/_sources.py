@@ -1,4 +1,4 @@
-"""Where logits come from: linear layers, their logits, and their gradients from the cotangents of the logits."""
+"""Linear layers: their logits, and their gradients from the cotangents of the logits."""
 
 import functools
 import math
@@ -30,14 +30,14 @@ class Linear(NamedTuple):
     def logits(self, dtype: DType) -> Array:
         """The logits of features and a kernel of the same dtype."""
         logits = matmul(self.features, self.kernel, self.features.ndim - 1, 0).astype(dtype)
-        if self.kernel.shape[0] == 0:  # products of nothing are constants, whose sums XLA would compute as it compiles
+        if self.kernel.shape[0] == 0:  # empty products are constants, whose sums XLA would compute while it compiles
             logits += unfolded.unknown(0, dtype)
         if self.bias is None:
             return logits
         return logits + jnp.expand_dims(self.bias, range(logits.ndim - 1)).astype(dtype)
 
     def zeros(self, tokens: int, dtypes: "Linear") -> "Linear":
-        """Gradients of 0, for so many tokens, in the given dtypes."""
+        """Gradients of 0 for this number of tokens, in the given dtypes."""
         d_features = jnp.zeros((tokens, self.kernel.shape[0]), dtypes.features)
         d_bias = None if self.bias is None else jnp.zeros(self.bias.shape, dtypes.bias)
         return Linear(d_features, jnp.zeros(self.kernel.shape, dtypes.kernel), d_bias)
@@ -47,14 +47,14 @@ class LinearInputs(NamedTuple):
     """What the rows are computed from. In the user's layout the N tokens are on any number of axes `[...]`."""
 
     layers: tuple[Linear, ...]
-    data: Pytree  # what else is known of each token: labels `[N, 1]`, or `[...]`; targets `[N, k]`, or `[..., k]`
+    data: Pytree  # further data of each token: labels `[N, 1]`, or `[...]`; targets `[N, k]`, or `[..., k]`
     class_weights: Array | None  # [V]
-    live: Array | None  # which tokens are unmasked `[N]`, or `[...]`; None means all
-    kept: Array | None = None  # which outputs `[outputs, ...]`, or sum `[1]`, the user has not replaced afterwards
+    unmasked: Array | None  # which tokens are unmasked `[N]`, or `[...]`; None means all
+    used: Array | None = None  # which outputs `[outputs, ...]`, or sum `[1]`, the user has not replaced
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The shape of what there is one of for each token."""
+        """The shape of the axes of the tokens."""
         return self.layers[0].features.shape[:-1]
 
     def classes(self, axis_name: sharding.AxisName) -> Classes:
@@ -62,9 +62,9 @@ class LinearInputs(NamedTuple):
         return Classes(self.layers[0].kernel.shape[1], axis_name, self.class_weights)
 
     def without_masked(self, class_mask: Array | None, axis_name: sharding.AxisName = None) -> "LinearInputs":
-        """A kernel of 0 and a bias of -inf at masked classes, which have no gradients; no token is left if no class is.
+        """With a kernel of 0 and a bias of -inf at masked classes; if all are masked, no token is unmasked.
 
-        The classes are those of this device; None masks nothing.
+        The mask is that of this device's classes; None masks nothing.
         """
         if class_mask is None:
             return self
@@ -74,8 +74,8 @@ class LinearInputs(NamedTuple):
             return layer._replace(kernel=selected(layer.kernel, class_mask), bias=selected(bias, class_mask, -math.inf))
 
         any_class = sharding.Devices(axis_name).any(unfolded.any_of(class_mask))
-        live = jnp.broadcast_to(any_class, self.tokens) if self.live is None else self.live & any_class
-        return self._replace(layers=tuple(map(masked, self.layers)), live=live)
+        unmasked = jnp.broadcast_to(any_class, self.tokens) if self.unmasked is None else self.unmasked & any_class
+        return self._replace(layers=tuple(map(masked, self.layers)), unmasked=unmasked)
 
     @property
     def sum_dtype(self) -> Any:
@@ -87,10 +87,10 @@ class LinearInputs(NamedTuple):
     @property
     def flat(self) -> "LinearInputs":
         """The same with the tokens on one axis, and features and kernel of a layer in one dtype."""
-        rows, live = functools.partial(as_rows, leading=len(self.tokens)), self.live
+        rows, unmasked = functools.partial(as_rows, leading=len(self.tokens)), self.unmasked
         layers = [Linear(rows(x.features).astype(x.dtype), x.kernel.astype(x.dtype), x.bias) for x in self.layers]
-        live = None if live is None else live.reshape(-1)
-        return LinearInputs(tuple(layers), jax.tree.map(rows, self.data), self.class_weights, live)
+        unmasked = None if unmasked is None else unmasked.reshape(-1)
+        return LinearInputs(tuple(layers), jax.tree.map(rows, self.data), self.class_weights, unmasked)
 
 
 def as_rows(x: Array, leading: int) -> Array:

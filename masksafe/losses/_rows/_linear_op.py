@@ -1,11 +1,11 @@
-"""Outputs of tokens, and weighted sums of them, with their derivative rule and on meshes.
+"""The op of losses of linear layers: outputs of tokens, or a weighted sum of them, with derivatives and on meshes.
 
-A schedule runs a formula: blocks of tokens on a CPU, tiles of the classes elsewhere, and one pass where JAX refuses a
-loop. In blocks and in one pass the forward pass of a weighted sum computes its gradients along, and the reverse pass
+A formula is computed in blocks of tokens on a CPU, in tiles of the classes elsewhere, and in one pass where JAX refuses
+a loop. In blocks and in one pass the forward pass of a weighted sum also computes its gradients, and the reverse pass
 multiplies them by the cotangent of the sum; in tiles the reverse pass computes them.
 
 The functions take `LinearInputs` in the user's layout, since a copy could show a masked NaN to jax_debug_nans. Only the
-first layers, as many as the formula says, have gradients.
+first layers have gradients, as many as the formula says.
 """
 
 import functools
@@ -17,16 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import own_shard_map, platforms, sharding, unfolded
+from masksafe._core import per_device, platforms, sharding, unfolded
 from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.masks import both, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Arrays, Pytree, jitted
-from masksafe.losses._rows import _blocks, _tiles
-from masksafe.losses._rows._options import Options, Sizes
+from masksafe.losses._rows import _class_tiles, _token_blocks
+from masksafe.losses._rows._block_sizes import Options, Sizes
 from masksafe.losses._rows._sources import Linear, LinearInputs, as_rows
 
-_Args = tuple[LinearInputs, Arrays | None]  # and the weights
+_Args = tuple[LinearInputs, Arrays | None]  # the inputs and the weights
 
 
 @jitted(0)
@@ -34,23 +34,23 @@ def evaluate(options: Options, inputs: LinearInputs, weights: Arrays | None = No
     """The outputs of each token `[...]`, 0 where masked; with weights the sum over the tokens of `output * weight`.
 
     The weights, one for each output, are arrays over the tokens `[...]`, 0 where masked, or scalars. An array has a
-    gradient, a scalar none. If the explicit axes of a mesh split the arrays, each device works on the tokens and
-    classes of its own.
+    gradient, a scalar none. If the explicit axes of a mesh split the arrays, each device works on its own
+    tokens and classes.
     """
     args, names = (inputs, weights), _dimensions(options, inputs, weights)
-    split = None if options.axis_name is not None else own_shard_map.split_of(args, names)
+    split = None if options.axis_name is not None else per_device.split_of(args, names)
     if split is None:
         results = _outputs_or_sum(options, inputs, weights)
         return jax.tree.map(sharding.Devices(options.axis_name).shared, results)
-    of_tokens = PartitionSpec(*names[0].layers[0].features[:-1])
-    over_tokens = sharding.Devices(split.axes(*of_tokens) or None)
+    token_names = PartitionSpec(*names[0].layers[0].features[:-1])
+    token_devices = sharding.Devices(split.axes(*token_names) or None)
 
     def on_device(*args: Pytree) -> Pytree:
         results = evaluate(options._replace(axis_name=split.axes("classes") or None), *args)
-        return results if weights is None else over_tokens.sum(results)
+        return results if weights is None else token_devices.sum(results)
 
-    of_results = (of_tokens,) * len(options.formula.of_labels) if weights is None else PartitionSpec()
-    return split.map(on_device, args, names, of_results)
+    result_names = (token_names,) * len(options.formula.depends_on_label) if weights is None else PartitionSpec()
+    return split.map(on_device, args, names, result_names)
 
 
 def _dimensions(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Pytree:
@@ -59,48 +59,48 @@ def _dimensions(options: Options, inputs: LinearInputs, weights: Arrays | None) 
     classes: Pytree = PartitionSpec("classes" if options.formula.by_parts else None)
     layer = Linear(PartitionSpec(*tokens, None), PartitionSpec(None, *classes), classes)  # type: ignore[arg-type]
     names = LinearInputs((layer,) * len(inputs.layers), tokens, classes, tokens, tokens)
-    of_weights = None if weights is None else tuple(tokens if w.ndim else PartitionSpec() for w in weights)
-    return jax.tree.map(lambda name, x: jax.tree.map(lambda _: name, x), names, inputs), of_weights
+    weight_names = None if weights is None else tuple(tokens if w.ndim else PartitionSpec() for w in weights)
+    return jax.tree.map(lambda name, x: jax.tree.map(lambda _: name, x), names, inputs), weight_names
 
 
-class _Kept(NamedTuple):
-    """What the forward pass keeps."""
+class _Residuals(NamedTuple):
+    """What the forward pass hands to the reverse pass."""
 
     results: Pytree
-    outputs: tuple[Array | None, ...]  # those whose weights have gradients
-    sums: Pytree  # None in one pass
-    gradients: tuple[Linear, ...]  # of the weighted sum, of tokens on one axis; none without weights, 0 in tiles
+    outputs: tuple[Array | None, ...]  # those whose weights have gradients, else None
+    sums: Pytree  # of each row; None in one pass
+    gradients: tuple[Linear, ...]  # of the weighted sum, with tokens on one axis; () without weights, 0 in tiles
 
 
 def _forward(
     options: Options, inputs: LinearInputs, weights: Arrays | None, *, with_gradients: bool = True
-) -> tuple[Pytree, _Kept]:
+) -> tuple[Pytree, _Residuals]:
     d_outputs = None if weights is None or not with_gradients else _scaled_weights(options, inputs, weights)
     if _needs_one_pass(inputs):
         outputs, gradients, sums = *_in_one_pass(options, inputs, d_outputs), None
     else:
-        d_rows = None if d_outputs is None else _rows(d_outputs)
-        forms = (functools.partial(form, options) for form in (_blocks.sums_and_gradients, _tiles.sums))
+        d_rows = None if d_outputs is None else _on_one_axis(d_outputs)
+        forms = (functools.partial(form, options) for form in (_token_blocks.sums_and_gradients, _class_tiles.sums))
         flat, schedules = inputs.flat, _schedules(options, inputs, *forms)
         sums, gradients = platforms.on_cpu_or_elsewhere(*schedules, flat, None, d_rows)
-        of_rows = options.formula.outputs(sums, flat.data, inputs.classes(options.axis_name).number)
-        outputs = tuple(selected(x[:, 0].reshape(inputs.tokens), inputs.live) for x in of_rows)
+        row_outputs = options.formula.outputs(sums, flat.data, inputs.classes(options.axis_name).number)
+        outputs = tuple(selected(x[:, 0].reshape(inputs.tokens), inputs.unmasked) for x in row_outputs)
     if weights is None:
-        return outputs, _Kept(outputs, (), sums, gradients)
-    kept = tuple(x if w.ndim else None for x, w in zip(outputs, weights, strict=True))
+        return outputs, _Residuals(outputs, (), sums, gradients)
+    weighted_outputs = tuple(x if w.ndim else None for x, w in zip(outputs, weights, strict=True))
     total = _sum_of(outputs, weights)
-    return total, _Kept(total, kept, sums, gradients)
+    return total, _Residuals(total, weighted_outputs, sums, gradients)
 
 
 def _in_one_pass(options: Options, inputs: LinearInputs, d_outputs: Arrays | None) -> tuple[Arrays, tuple[Linear, ...]]:
-    """The outputs, and the gradients in the dtype of sums; XLA would not find that the reverse pass makes the same."""
+    """The outputs, and the gradients in the dtype of sums: in the reverse pass XLA would compute the logits again."""
     if d_outputs is None or options.axis_name is not None:
         return _plain(options, inputs, None), ()
     number = options.formula.gradients
     wide = jax.tree.map(widened if _is_float16(inputs) else lambda x: x, inputs.layers[:number])
     plain = lambda layers: _plain(options, inputs._replace(layers=(*layers, *inputs.layers[number:])), None)  # noqa: E731
     outputs, reverse = jax.vjp(plain, wide)
-    # The product splits the cotangents over devices like the outputs.
+    # The product with ones splits the cotangents over devices like the outputs.
     (gradients,) = reverse(tuple(d.astype(x.dtype) * jnp.ones_like(x) for d, x in zip(d_outputs, outputs, strict=True)))
     flat = [d._replace(features=as_rows(d.features, len(inputs.tokens))) for d in gradients]
     return outputs, tuple(jax.tree.map(lambda d: d.astype(inputs.sum_dtype), flat))
@@ -120,9 +120,11 @@ def _schedules(
     options: Options, inputs: LinearInputs, in_blocks: Callable[..., Pytree], in_tiles: Callable[..., Pytree]
 ) -> list[Callable[..., Pytree]]:
     """`in_blocks` on a CPU; elsewhere `in_tiles`, if the formula can be computed in them. Both with their sizes."""
-    of_cpu, of_others = (options.sizes(inputs, on_cpu, is_masked=inputs.live is not None) for on_cpu in (True, False))
+    sizes_on_cpu, sizes_elsewhere = (
+        options.sizes(inputs, on_cpu, is_masked=inputs.unmasked is not None) for on_cpu in (True, False)
+    )
     elsewhere = in_tiles if options.formula.by_parts else in_blocks
-    return [functools.partial(in_blocks, of_cpu), functools.partial(elsewhere, of_others)]
+    return [functools.partial(in_blocks, sizes_on_cpu), functools.partial(elsewhere, sizes_elsewhere)]
 
 
 def _sum_of(outputs: Arrays, weights: Arrays) -> Array:
@@ -134,13 +136,13 @@ def _sum_of(outputs: Arrays, weights: Arrays) -> Array:
 
 
 def _scaled_weights(options: Options, inputs: LinearInputs, weights: Arrays) -> Arrays:
-    """The cotangents of the outputs for which the gradients of a sum are computed."""
+    """The cotangents of the outputs with which the gradients of a sum are computed."""
     scale = _cotangent_scale(options, inputs, weights)
     return tuple(jnp.broadcast_to(w.astype(inputs.sum_dtype) * scale, inputs.tokens) for w in weights)
 
 
-def _rows(d_outputs: Arrays) -> Arrays:
-    """The cotangents of tokens on one axis `[N, 1]`."""
+def _on_one_axis(d_outputs: Arrays) -> Arrays:
+    """The cotangents with tokens on one axis, `[N, 1]`."""
     return tuple(as_rows(d, d.ndim) for d in d_outputs)
 
 
@@ -161,28 +163,28 @@ def _cotangent_scale(options: Options, inputs: LinearInputs, weights: Arrays) ->
 
 def _plain(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Pytree:
     """The results in a form that JAX differentiates to any order; if possible in a fixed number of blocks."""
-    formula, kept = options.formula, inputs.kept
-    if kept is not None:
-        inputs = inputs._replace(live=both(inputs.live, jnp.broadcast_to(jnp.any(kept, 0), inputs.tokens)))
-        if any(formula.of_labels):
-            has_label = jnp.any(kept[: sum(formula.of_labels)], 0)
+    formula, used = options.formula, inputs.used
+    if used is not None:
+        inputs = inputs._replace(unmasked=both(inputs.unmasked, jnp.broadcast_to(jnp.any(used, 0), inputs.tokens)))
+        if any(formula.depends_on_label):
+            has_label = jnp.any(used[: sum(formula.depends_on_label)], 0)
             inputs = inputs._replace(data=jnp.where(has_label, inputs.data, 0))
     flat, dtype, classes = inputs.flat, inputs.sum_dtype, inputs.classes(options.axis_name)
 
-    def of_tokens(rows: tuple[list[Array], Pytree, Array | None]) -> Arrays:
-        features, data, live = rows
-        live = None if live is None else live[..., None]
-        clean = functools.partial(selected, where=live)
-        layers = [x._replace(features=clean(of_x)) for x, of_x in zip(flat.layers, features, strict=True)]
+    def outputs_of(rows: tuple[list[Array], Pytree, Array | None]) -> Arrays:
+        features, data, unmasked = rows
+        unmasked = None if unmasked is None else unmasked[..., None]
+        clean = functools.partial(selected, where=unmasked)
+        layers = [layer._replace(features=clean(x)) for layer, x in zip(flat.layers, features, strict=True)]
         logits = tuple(clean(layer.logits(dtype)) for layer in layers)
-        return tuple(map(clean, formula.plain_outputs(logits, formula.cleaned(data, live), classes)))
+        return tuple(map(clean, formula.plain_outputs(logits, formula.cleaned(data, unmasked), classes)))
 
-    rows = [layer.features for layer in flat.layers], flat.data, flat.live
+    rows = [layer.features for layer in flat.layers], flat.data, flat.unmasked
     if _needs_one_pass(inputs):
-        outputs = of_tokens(rows)
+        outputs = outputs_of(rows)
     else:
         block = options.sizes(inputs, on_cpu=True, is_masked=False).token_block
-        outputs = lax.map(jax.checkpoint(of_tokens), rows, batch_size=block)
+        outputs = lax.map(jax.checkpoint(outputs_of), rows, batch_size=block)
     outputs = sharding.vary_with(tuple(x[:, 0].reshape(inputs.tokens) for x in outputs), inputs)
     return outputs if weights is None else _sum_of(outputs, weights)
 
@@ -190,76 +192,78 @@ def _plain(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Py
 # The reverse pass.
 
 
-def _in_reverse(options: Options, args: _Args, kept: _Kept, d_results: Pytree) -> _Args:
-    """Drops results that are not finite whose cotangents are 0: the user has replaced them, and with them any NaN.
+def _in_reverse(options: Options, args: _Args, residuals: _Residuals, d_results: Pytree) -> _Args:
+    """Leaves out results that are not finite and whose cotangents are 0: the user has replaced them.
 
-    Others stay, since the gradients have derivatives with respect to the cotangents even there.
+    Finite ones stay, since the gradients have derivatives with respect to cotangents of 0.
     """
     inputs, weights = args
-    pairs = zip(kept.results, d_results, strict=True) if weights is None else [(kept.results, d_results)]
+    pairs = zip(residuals.results, d_results, strict=True) if weights is None else [(residuals.results, d_results)]
     devices = sharding.Devices(options.axis_name)
-    kept_results = jnp.stack([jnp.isfinite(x) | (devices.sum(d) != 0) for x, d in pairs])
-    return inputs._replace(kept=kept_results), weights
+    used = jnp.stack([jnp.isfinite(x) | (devices.sum(d) != 0) for x, d in pairs])
+    return inputs._replace(used=used), weights
 
 
-def _reverse(options: Options, args: _Args, kept: _Kept, d_results: Pytree) -> tuple[LinearInputs, Pytree]:
+def _reverse(options: Options, args: _Args, residuals: _Residuals, d_results: Pytree) -> tuple[LinearInputs, Pytree]:
     inputs, weights = args
-    # Each device returns a part of the cotangents of the weights: they are the same on all devices.
-    d_weights = None if weights is None else tuple(None if x is None else _times(d_results, x) for x in kept.outputs)
+    # The weights are the same on all devices, so each device returns a part of their cotangents.
+    d_weights = (
+        None if weights is None else tuple(None if x is None else _times(d_results, x) for x in residuals.outputs)
+    )
     number = options.formula.gradients
     layers, others = inputs.layers[:number], inputs.layers[number:]
-    if kept.sums is None and not kept.gradients:
-        of_layers = lambda layers: _plain(options, inputs._replace(layers=(*layers, *others)), weights)  # noqa: E731
-        (gradients,) = jax.vjp(of_layers, layers)[1](d_results)
+    if residuals.sums is None and not residuals.gradients:
+        results_of = lambda layers: _plain(options, inputs._replace(layers=(*layers, *others)), weights)  # noqa: E731
+        (gradients,) = jax.vjp(results_of, layers)[1](d_results)
     else:
-        found = zip(_gradients(options, inputs, weights, kept, d_results), layers, strict=True)
+        found = zip(_gradients(options, inputs, weights, residuals, d_results), layers, strict=True)
         gradients = tuple(d._replace(features=d.features.reshape(x.features.shape)) for d, x in found)
-    nothing: LinearInputs = jax.tree.map(lambda _: None, inputs)
-    return nothing._replace(layers=(*gradients, *nothing.layers[number:])), d_weights
+    no_cotangents: LinearInputs = jax.tree.map(lambda _: None, inputs)
+    return no_cotangents._replace(layers=(*gradients, *no_cotangents.layers[number:])), d_weights
 
 
 def _gradients(
-    options: Options, inputs: LinearInputs, weights: Arrays | None, kept: _Kept, d_results: Pytree
+    options: Options, inputs: LinearInputs, weights: Arrays | None, residuals: _Residuals, d_results: Pytree
 ) -> tuple[Linear, ...]:
-    """The gradients of the layers, of tokens on one axis. Tokens with cotangents of 0 have none, and cost no time."""
+    """The gradients of the layers, with tokens on one axis. Tokens with cotangents of 0 cost no time."""
     devices, dtype = sharding.Devices(options.axis_name), inputs.sum_dtype
     dtypes = jax.tree.map(lambda x: x.dtype, inputs.layers[: options.formula.gradients])
     if weights is None:
-        of_tokens = tuple(selected(devices.sum(d), inputs.live) for d in d_results)
-        d_outputs, factor = _rows(of_tokens), jnp.ones((), dtype)
+        d_tokens = tuple(selected(devices.sum(d), inputs.unmasked) for d in d_results)
+        d_outputs, factor = _on_one_axis(d_tokens), jnp.ones((), dtype)
     else:
         d_outputs = weights
         factor = devices.sum(d_results).astype(dtype) / _cotangent_scale(options, inputs, weights)
 
-    def multiplied(flat: LinearInputs, kept: _Kept, factor: Array) -> tuple[Linear, ...]:
-        gradients: tuple[Linear, ...] = jax.tree.map(functools.partial(_times, factor), kept.gradients)
-        if flat.live is None:
+    def multiplied(flat: LinearInputs, residuals: _Residuals, factor: Array) -> tuple[Linear, ...]:
+        gradients: tuple[Linear, ...] = jax.tree.map(functools.partial(_times, factor), residuals.gradients)
+        if flat.unmasked is None:
             return gradients
-        # Selected after the product, since the cotangent may be infinite, as for sqrt(0).
-        live, of_classes = flat.live[:, None], functools.partial(selected, where=unfolded.any_of(flat.live))
-        return tuple(Linear(selected(d.features, live), *jax.tree.map(of_classes, d[1:])) for d in gradients)
+        # Selected after the product: the cotangent may be infinite, as for sqrt(0).
+        column, by_class = flat.unmasked[:, None], functools.partial(selected, where=unfolded.any_of(flat.unmasked))
+        return tuple(Linear(selected(d.features, column), *jax.tree.map(by_class, d[1:])) for d in gradients)
 
-    def in_blocks(sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Arrays, factor: Array) -> Pytree:
+    def in_blocks(sizes: Sizes, flat: LinearInputs, residuals: _Residuals, d_outputs: Arrays, factor: Array) -> Pytree:
         if weights is None:
-            wanted = flat._replace(live=both(_is_wanted(d_outputs), flat.live))
-            gradients = _blocks.sums_and_gradients(options, sizes, wanted, kept.sums, d_outputs)[1]
+            needed = flat._replace(unmasked=both(_is_needed(d_outputs), flat.unmasked))
+            gradients = _token_blocks.sums_and_gradients(options, sizes, needed, residuals.sums, d_outputs)[1]
         else:
-            gradients = multiplied(flat, kept, factor)
+            gradients = multiplied(flat, residuals, factor)
         return jax.tree.map(lambda d, dtype: d.astype(dtype), gradients, dtypes)
 
-    def in_tiles(sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Arrays, factor: Array) -> Pytree:
-        wanted = _is_wanted(d_outputs) if weights is None else None
-        d_rows = d_outputs if weights is None else _rows(_scaled_weights(options, inputs, d_outputs))
-        return (_tiles.gradients(options, sizes, flat, kept.sums, d_rows, factor, dtypes[0], wanted),)
+    def in_tiles(sizes: Sizes, flat: LinearInputs, residuals: _Residuals, d_outputs: Arrays, factor: Array) -> Pytree:
+        needed = _is_needed(d_outputs) if weights is None else None
+        d_rows = d_outputs if weights is None else _on_one_axis(_scaled_weights(options, inputs, d_outputs))
+        return (_class_tiles.gradients(options, sizes, flat, residuals.sums, d_rows, factor, dtypes[0], needed),)
 
-    if kept.sums is None:
-        return jax.tree.map(lambda d, dtype: d.astype(dtype), multiplied(inputs.flat, kept, factor), dtypes)
+    if residuals.sums is None:
+        return jax.tree.map(lambda d, dtype: d.astype(dtype), multiplied(inputs.flat, residuals, factor), dtypes)
     schedules = _schedules(options, inputs, in_blocks, in_tiles)
-    return platforms.on_cpu_or_elsewhere(*schedules, inputs.flat, kept, d_outputs, factor)
+    return platforms.on_cpu_or_elsewhere(*schedules, inputs.flat, residuals, d_outputs, factor)
 
 
-def _is_wanted(d_rows: Arrays) -> Array:
-    """Finds the tokens that have a cotangent, `[N]`."""
+def _is_needed(d_rows: Arrays) -> Array:
+    """Which tokens have a cotangent other than 0, `[N]`."""
     return functools.reduce(jnp.logical_or, [d[:, 0] != 0 for d in d_rows])
 
 

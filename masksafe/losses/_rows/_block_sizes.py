@@ -1,4 +1,4 @@
-"""What is known while tracing: the formula, and how many tokens make a block and how many classes a tile."""
+"""The static arguments of a loss of a linear layer, and the sizes of its blocks of tokens and tiles of classes."""
 
 import math
 from typing import NamedTuple
@@ -23,30 +23,32 @@ class Options(NamedTuple):
     axis_name: sharding.AxisName = None  # the mesh axis over which the classes are split
 
     def sizes(self, inputs: LinearInputs, on_cpu: bool, *, is_masked: bool) -> Sizes:
-        """The sizes for these arrays; a mask has smaller blocks, which let more of them be skipped."""
+        """The sizes for these arrays; under a mask blocks are smaller, so that more can be skipped."""
         layers, by_parts = inputs.layers, self.formula.by_parts
         tokens, classes = max(1, math.prod(inputs.tokens)), layers[0].kernel.shape[1]
         width = max(layer.kernel.shape[0] for layer in layers)
         if by_parts and not on_cpu:
             return sizes_in_tiles(tokens, width, classes, self.block_size, is_masked)
-        of, rows_per_token = platforms.choices().linear, 1 if by_parts else 2
+        limits, rows_per_token = platforms.choices().linear, 1 if by_parts else 2
         if on_cpu:
-            most = max(of.fewest_tokens, min(of.most_tokens, of.token_block_elements // rows_per_token // classes))
+            most = max(
+                limits.fewest_tokens, min(limits.most_tokens, limits.token_block_elements // rows_per_token // classes)
+            )
             if is_masked:
-                most = min(most, max(of.fewest_tokens_if_masked, min(of.most_tokens_if_masked, tokens // 4)))
+                most = min(most, max(limits.fewest_tokens_if_masked, min(limits.most_tokens_if_masked, tokens // 4)))
         else:
-            most = max(of.fewest_tokens, of.token_block_elements_elsewhere // classes)
+            most = max(limits.fewest_tokens, limits.token_block_elements_elsewhere // classes)
         block = min(most if self.block_size is None else self.block_size, tokens)
-        return Sizes(block, max(1, of.class_tile_elements // max(1, width, block)) if on_cpu else classes)
+        return Sizes(block, max(1, limits.class_tile_elements // max(1, width, block)) if on_cpu else classes)
 
 
 def sizes_in_tiles(tokens: int, width: int, classes: int, block_size: int | None, masked: bool) -> Sizes:
-    """The sizes for `_tiles`, of so many tokens of so many features; a block size given by the user is kept."""
-    of = platforms.choices().linear
-    logits = max(of.least_logits, min(of.logits_per_feature * tokens * width, tokens * classes // 4))
-    logits = min(logits, of.most_logits) * (2 if masked else 1)
-    most = max(of.least_tokens_if_masked, 2 * width) if masked else math.isqrt(2 * logits)
-    blocks = max(2 if masked and tokens > of.most_tokens_of_one_block else 1, -(-tokens // most))
+    """The sizes for `_class_tiles`; `width` is the number of features, and a block size of the user's stays."""
+    limits = platforms.choices().linear
+    logits = max(limits.least_logits, min(limits.logits_per_feature * tokens * width, tokens * classes // 4))
+    logits = min(logits, limits.most_logits) * (2 if masked else 1)
+    most = max(limits.least_tokens_if_masked, 2 * width) if masked else math.isqrt(2 * logits)
+    blocks = max(2 if masked and tokens > limits.most_tokens_of_one_block else 1, -(-tokens // most))
     block = -(-tokens // blocks) if block_size is None else min(block_size, tokens)
     tiles = -(-classes * block // logits)
     even = -(-classes // tiles)

@@ -1,4 +1,4 @@
-"""The rows of a linear layer's logits elsewhere than on a CPU: large tiles, each a few matrix products and reductions.
+"""The rows of a linear layer's logits on GPUs and TPUs: large tiles, each a few matrix products and reductions.
 
 A GPU reads and writes main memory for everything that its matrix products and reductions exchange, so what counts is
 how often the logits, the kernel and its gradient pass through it:
@@ -9,8 +9,8 @@ how often the logits, the kernel and its gradient pass through it:
 * One reduction finds the largest logit and the sum of exponentials together, and reads the logits once.
 * XLA computes the cotangents of a tile of logits inside the matrix product that gives the logits.
 
-Unmasked tokens are moved to the front, and only blocks that contain any are computed. The first is always computed, and
-outside of the loop over the others: most calls have no other, and for the first there is no sum to add to.
+Unmasked tokens are moved to the front, and only blocks that contain any are computed. The first block is always
+computed, outside of the loop over the others: most calls have no other, and the first has no sum to add to.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
 from masksafe._core.tiles import loop
 from masksafe._core.typing import Array, Arrays, DType, Index, Pytree
+from masksafe.losses._rows._block_sizes import Options, Sizes
 from masksafe.losses._rows._cross_entropy import CrossEntropy, LogitPart
-from masksafe.losses._rows._options import Options, Sizes
+from masksafe.losses._rows._packing import Packed
 from masksafe.losses._rows._sources import Linear, LinearInputs, matmul
-from masksafe.losses._rows._tokens import Packed
 
 State = TypeVar("State")
 
@@ -42,7 +42,7 @@ class _ClassTile(NamedTuple):
     class_weights: Array | None
 
     def part(self, features: Array, dtype: DType, labels: Array, is_label: Array | None = None) -> LogitPart:
-        """The logits of some tokens, and which of them are at their labels, if that is not known."""
+        """The logits of some tokens, and which are at labels, unless that is given."""
         logits = Linear(features, self.kernel, self.bias).logits(dtype)
         is_label = _is_label(logits.shape, labels, self.start) if is_label is None else is_label
         return LogitPart(logits, is_label, None, self.class_weights, first=self.start)
@@ -51,28 +51,28 @@ class _ClassTile(NamedTuple):
 def sums(
     options: Options, sizes: Sizes, inputs: LinearInputs, _: None, d_outputs: Arrays | None
 ) -> tuple[Pytree, tuple[Linear, ...]]:
-    """The sums of each row `[N, 1]`, of use where unmasked; and gradients of 0 if there are cotangents of the outputs.
+    """The sums of each row `[N, 1]`, meaningful where unmasked; and gradients of 0 if there are cotangents.
 
-    Every logit is a sum of its own, and one reduction adds these.
+    Each logit alone has sums, which one reduction adds up.
     """
     formula, classes = cast(CrossEntropy, options.formula), inputs.classes(options.axis_name)
     dtype, number = inputs.sum_dtype, inputs.data.size
-    packed = Packed.of(number, inputs.live, sizes.token_block)
+    packed = Packed.of(number, inputs.unmasked, sizes.token_block)
     features, labels = packed.packed((inputs.layers[0].features, classes.local(inputs.data)))
 
-    def of_tile(tile: _ClassTile, rows: Pytree, _: None = None) -> Pytree:
-        def of_block(i: Index, rows: Pytree) -> Pytree:
+    def on_tile(tile: _ClassTile, rows: Pytree, _: None = None) -> Pytree:
+        def on_block(i: Index, rows: Pytree) -> Pytree:
             block = packed.block(i)
             terms = formula.sums_of_each(tile.part(block.cut(features), dtype, block.cut(labels)))
-            new = lax.reduce(terms, formula.nothing(jnp.zeros((), dtype)), formula.add, (1,))
+            new = lax.reduce(terms, formula.empty_sums(jnp.zeros((), dtype)), formula.add, (1,))
             new = jax.tree.map(lambda x: x[:, None], new)
             return jax.tree.map(block.put, rows, formula.add(block.cut(rows), new))
 
-        rows = of_block(0, rows)
-        return rows if packed.is_one_block else loop(1, packed.blocks, of_block, rows)
+        rows = on_block(0, rows)
+        return rows if packed.is_one_block else loop(1, packed.blocks, on_block, rows)
 
-    nothing = sharding.vary_with(formula.nothing(jnp.zeros((packed.length, 1), dtype)), inputs)
-    rows = formula.add_devices(classes, _over_tiles(inputs, sizes.class_tile, of_tile, nothing))
+    empty = sharding.vary_with(formula.empty_sums(jnp.zeros((packed.length, 1), dtype)), inputs)
+    rows = formula.add_devices(classes, _over_tiles(inputs, sizes.class_tile, on_tile, empty))
     gradients = () if d_outputs is None else (inputs.layers[0].zeros(number, Linear(dtype, dtype, dtype)),)
     return sharding.vary_with((jax.tree.map(lambda x: packed.unpacked(x, number), rows), gradients), inputs)
 
@@ -85,31 +85,31 @@ def gradients(
     d_outputs: Arrays,
     factor: Array,
     dtypes: Linear,
-    wanted: Array | None,
+    needed: Array | None,
 ) -> Linear:
     """The gradients of the sum of `outputs * d_outputs * factor`, in the given dtypes; 0 where masked or `factor` is 0.
 
-    The cotangents of the logits are rounded before they are multiplied by the factor. Unmasked tokens that are not
-    wanted `[N]` have cotangents of 0. Without a mask they stay where they are: to move the others costs more than what
-    they save, since most often there are none.
+    The cotangents of the logits are rounded before they are multiplied by the factor. Tokens that are not `needed`
+    `[N]` have cotangents of 0. Without a mask they stay where they are: most often there are none, and moving the
+    others costs more than it saves.
     """
     formula, classes = cast(CrossEntropy, options.formula), inputs.classes(options.axis_name)
     (layer,), number, dtype = inputs.layers, inputs.data.size, inputs.sum_dtype
-    live = both(inputs.live, wanted)
-    if wanted is not None and inputs.live is None:
-        packed = Packed.in_place(wanted, sizes.token_block)
+    unmasked = both(inputs.unmasked, needed)
+    if needed is not None and inputs.unmasked is None:
+        packed = Packed.in_place(needed, sizes.token_block)
     else:
-        packed = Packed.of(number, live, sizes.token_block)
-    rows_of_all = formula.slopes(rows, inputs.data, classes.number, d_outputs)
-    features, labels, of_rows = packed.packed((layer.features, classes.local(inputs.data), rows_of_all))
-    # 0 where dead but for the shift: relative to another an exponential may be infinite.
-    of_live = jax.tree.map(lambda x: selected(x, packed.live), of_rows)._replace(shift=of_rows.shift)
-    operands = features, labels, of_live
-    first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since they are the same for each
-    any_live = factor != 0 if live is None else (factor != 0) & unfolded.any_of(live)
+        packed = Packed.of(number, unmasked, sizes.token_block)
+    slopes = formula.slopes(rows, inputs.data, classes.number, d_outputs)
+    features, labels, packed_slopes = packed.packed((layer.features, classes.local(inputs.data), slopes))
+    # 0 at repeated tokens, except for the shift: relative to another shift an exponential may be infinite.
+    valid_slopes = jax.tree.map(lambda x: selected(x, packed.valid), packed_slopes)._replace(shift=packed_slopes.shift)
+    operands = features, labels, valid_slopes
+    first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since it is the same for all
+    any_unmasked = factor != 0 if unmasked is None else (factor != 0) & unfolded.any_of(unmasked)
 
-    def of_tile(tile: _ClassTile, state: Linear, is_label: Array | None = None) -> Linear:
-        def of_block(i: Index, sums: Linear) -> Linear:
+    def on_tile(tile: _ClassTile, state: Linear, is_label: Array | None = None) -> Linear:
+        def on_block(i: Index, sums: Linear) -> Linear:
             is_first = sums.kernel is None
             block = packed.block(i)
             features, labels, rows = first if is_first else block.cut(operands)
@@ -122,23 +122,23 @@ def gradients(
             return Linear(block.put(sums.features, d_features), d_kernel, d_bias)
 
         def put(whole: Array, part: Array) -> Array:
-            part = selected((part * factor.astype(part.dtype)).astype(whole.dtype), any_live)
+            part = selected((part * factor.astype(part.dtype)).astype(whole.dtype), any_unmasked)
             if whole.shape == part.shape:
                 return part
             return lax.dynamic_update_slice_in_dim(whole, part, tile.start, whole.ndim - 1)
 
-        sums = of_block(0, Linear(state.features, None, None))  # type: ignore[arg-type]  # before the first there is none
-        d_features, *of_classes = sums if packed.is_one_block else loop(1, packed.blocks, of_block, sums)
-        return Linear(d_features, *jax.tree.map(put, list(state[1:]), of_classes))
+        sums = on_block(0, Linear(state.features, None, None))  # type: ignore[arg-type]  # before the first there is none
+        d_features, *d_by_class = sums if packed.is_one_block else loop(1, packed.blocks, on_block, sums)
+        return Linear(d_features, *jax.tree.map(put, list(state[1:]), d_by_class))
 
     def labels_of_first_block(start: Index) -> Array:
         return _is_label((packed.size, sizes.class_tile), first[1], start)
 
     state = layer.zeros(packed.length, dtypes._replace(features=dtype))  # features in packed order
     state = sharding.vary_with(state, (inputs, rows, d_outputs, factor))
-    state = _over_tiles(inputs, sizes.class_tile, of_tile, state, labels_of_first_block)
+    state = _over_tiles(inputs, sizes.class_tile, on_tile, state, labels_of_first_block)
     d_features = packed.unpacked(state.features, number) * factor.astype(dtype)
-    has_gradient = factor != 0 if live is None else (factor != 0) & live[:, None]
+    has_gradient = factor != 0 if unmasked is None else (factor != 0) & unmasked[:, None]
     return Linear(selected(d_features.astype(dtypes.features), has_gradient), state.kernel, state.bias)
 
 
@@ -159,15 +159,15 @@ def _over_tiles(
 ) -> State:
     """`body(tile, state)` for each tile of the classes, the last of which may be smaller.
 
-    In the loop, `body` also gets what `prepare(start)` returns. It is computed a step ahead and carried along: XLA
+    In the loop, `body` also gets the result of `prepare(start)`, which is computed a step ahead and carried along: XLA
     computes the cotangents of logits inside the matrix product only if the other operands are in memory.
     """
-    of_classes = inputs.layers[0].kernel, inputs.layers[0].bias, inputs.class_weights
+    by_class = inputs.layers[0].kernel, inputs.layers[0].bias, inputs.class_weights
     whole, rest = divmod(inputs.layers[0].kernel.shape[1], size)
 
     def tile(start: Index, size: int) -> _ClassTile:
         return _ClassTile(
-            start, *jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), of_classes)
+            start, *jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), by_class)
         )
 
     def step(j: Index, carry: tuple[State, Pytree]) -> tuple[State, Pytree]:

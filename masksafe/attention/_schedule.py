@@ -5,9 +5,9 @@ the cache, and each problem skips the tiles that its own masks exclude. The forw
 running maximum (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The reverse pass does not
 use the logsumexp, whose rounding error would enter every weight, but its two parts, `m` and `l`.
 
-An accelerator wants all problems in one large product, and tiles of queries that have all of their keys: then a softmax
-reads its row once. No loop has a length that depends on values there, since the host would have to wait for them. The
-reverse pass computes the softmax again in the same way, and needs of the forward pass only what is bad.
+An accelerator is fastest with all problems in one large product, and with tiles of queries that have all of their keys:
+then a softmax reads its row once. No loop there has a length that depends on values, for which the host would wait. The
+reverse pass computes the softmax again in the same way, and needs from the forward pass only which queries are bad.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,19 +44,21 @@ from masksafe.attention._plan import Operands, Plan
 
 
 class Schedule(NamedTuple):
-    """How many samples, key heads, queries and keys a block has."""
+    """The sizes of a block: how many samples, key heads, queries and keys it has."""
 
     samples: int
     heads: int
     queries: int
     keys: int
-    parts: tuple[tuple[Tile, Tile], ...]  # queries with the keys that some of them may see by a static mask
-    cuts_keys: bool = False  # from the user's arrays, by tile: what no query sees is not even read
-    unroll: int = 1  # that of the loop over problems
+    parts: tuple[tuple[Tile, Tile], ...]  # queries, and the keys that some of them may see by a static mask
+    cuts_keys: bool = (
+        False  # whether tiles of keys are cut from the user's arrays: keys that no query sees are not read
+    )
+    unroll: int = 1  # of the loop over problems
 
     @property
     def is_one_block(self) -> bool:
-        """Whether a problem has but one block."""
+        """Whether a problem has only one block."""
         queries, keys = self.parts[0]
         return len(self.parts) == 1 and (self.queries, self.keys) == (queries.size, keys.size)
 
@@ -65,7 +67,7 @@ def schedule_on_cpu(plan: Plan, x: Operands, pairs: Pairs, *, in_reverse: bool =
     sizes, (batch, T, N, _), (_, S, K, width) = plan.sizes, x.q.shape, x.k.shape
     parts, rows, has_masks = ((whole(T), whole(S)),), T * N // max(1, K), masks_any(plan, pairs)
     loops = may_loop((x, pairs))
-    is_one_product = batch == 1 and not has_masks  # on which both cores are faster
+    is_one_product = batch == 1 and not has_masks  # which XLA splits between the cores
     may_decode = loops and not (plan.is_plain or in_reverse or is_one_product)
     if may_decode and rows <= sizes.few_queries and sizes.fewest_keys_of_few_queries <= S:
         keys = divide(S, max(1, sizes.key_block_elements // max(1, K * width))).size
@@ -96,7 +98,7 @@ def schedule_elsewhere(plan: Plan, x: Operands, pairs: Pairs) -> Schedule:
     if may_loop((x, pairs)) and problems < batch * K:
         samples = _largest_divisor(batch, problems // K)
         heads = K if problems >= K else _largest_divisor(K, problems)
-        unroll = 2  # Two steps in a body save launches; with more of them XLA would keep the logits of all.
+        unroll = 2  # two steps in a body save launches; of more steps XLA would keep all logits
     logits, number = samples * heads * (N // max(1, K)) * T * S, 1
     if reach is not None:
         number = max(1, min(sizes.skipping_row_tiles, logits // sizes.skipping_row_tile_logits))
@@ -112,7 +114,7 @@ def _largest_divisor(n: int, most: int) -> int:
 
 
 def parts_with_keys(reach: Any, length: int, size: int, num_keys: int, alignment: int) -> Sequence[tuple[Tile, Tile]]:
-    """Parts of so many queries, each with the keys that some of them may see by the static mask; at least one."""
+    """Parts of `size` queries, each with the keys that some of them may see by the static mask, at least one."""
     left, right = reach or (None, num_keys)
     parts = []
     for start in range(0, length, size):
@@ -128,7 +130,7 @@ def _multiple_above(n: int, alignment: int) -> int:
     return -(-n // alignment) * alignment
 
 
-# The layout by problem, `[B, K, G, T, n]` and `[B, K, S, n]`, and that of the user.
+# The layout by problem, `[B, K, G, T, n]` and `[B, K, S, n]`, and the user's.
 
 
 def queries_by_problem(x: Array, num_key_heads: int) -> Array:
@@ -172,7 +174,7 @@ def _part_of_keys(x: Array, places: Places) -> Array:
 
 
 def _by_problem(schedule: Schedule, x: Operands, solve: Callable[[Any, Places], Any], carry: Any) -> Any:
-    """The carry, and the results of `solve(carry, places)` for all problems, `[B, K, ...]`."""
+    """The last carry, and the results `[B, K, ...]` of `solve(carry, places)` for all problems."""
     batch, num_key_heads = x.k.shape[0], x.k.shape[2]
     samples, heads = schedule.samples, schedule.heads
     if (samples, heads) == (batch, num_key_heads):
@@ -191,7 +193,7 @@ def _by_problem(schedule: Schedule, x: Operands, solve: Callable[[Any, Places], 
 
     numbers = jnp.arange(batch * num_key_heads // (samples * heads), dtype=jnp.int32)
     carry, results = lax.scan(step, carry, numbers, unroll=schedule.unroll)
-    # [steps, samples, heads, ...] to [B, K, ...], since either number is 1 or all
+    # [steps, samples, heads, ...] to [B, K, ...]: a step has one sample, or all heads
     return carry, jax.tree.map(lambda x: x.reshape(batch, num_key_heads, *x.shape[3:]), results)
 
 
@@ -200,14 +202,14 @@ def _tiles(schedule: Schedule, queries: Tile, keys: Tile) -> tuple[Tiles, Tiles]
 
 
 def _tile(tiles: Tiles, i: Any, within: Tile) -> Tile:
-    """A tile of a part."""
+    """Tile `i` of the part `within`."""
     tile, start = tiles.tile(i), within.start
     whole_axis = isinstance(start, int) and start == 0
     return tile if whole_axis else tile._replace(start=start + tile.start, first=start + tile.first)
 
 
 def _table(plan: Plan, own: Pairs, queries: Tiles, keys: Tiles) -> Any:
-    """Where a tile of queries has unmasked pairs with one of keys, `[queries.number, keys.number]`; None for all."""
+    """Which tiles of queries have unmasked pairs with which of keys, `[queries.number, keys.number]`; None: all."""
     if plan.is_plain or plan.on_accelerator or queries.number == keys.number == 1:
         return None
     table = unmasked_tiles(plan, own, queries, keys)
@@ -224,43 +226,43 @@ def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial
     def solve(_: None, places: Places) -> tuple[None, Partial]:
         q = _scaled(plan, _queries_at(plan, x.q, places, x.k.shape[2]))
         whole_keys = () if schedule.cuts_keys else tuple(_keys_at(plan, a, places) for a in (x.k, x.v))
-        results = [of_part(q, whole_keys, places, *tiles) for tiles in schedule.parts]
+        results = [attend_part(q, whole_keys, places, *tiles) for tiles in schedule.parts]
         return None, results[0] if len(results) == 1 else jax.tree.map(lambda *r: jnp.concatenate(r, 3), *results)
 
-    def of_part(q: Array, whole_keys: tuple[Array, ...], places: Places, queries: Tile, keys: Tile) -> Partial:
+    def attend_part(q: Array, whole_keys: tuple[Array, ...], places: Places, queries: Tile, keys: Tile) -> Partial:
         query_tiles, key_tiles = _tiles(schedule, queries, keys)
         table = _table(plan, pairs.at(places), query_tiles, key_tiles)
         has_all_keys = key_tiles.number == 1
 
-        def of_tile(i: Any) -> Partial:
+        def on_tile(i: Any) -> Partial:
             at = places | {"t": _tile(query_tiles, i, queries)}
             q_i = take(q, 3, at["t"])
 
-            def block(j: Any) -> Partial:
+            def attend_block(j: Any) -> Partial:
                 here = at | {"s": _tile(key_tiles, j, keys)}
                 if schedule.cuts_keys:
                     k, v = (widened(from_bits(_part_of_keys(a, here), x.k.dtype)) for a in bits)
-                    own = block_of(plan, pairs._replace(bad_keys=None), here).with_bad_keys(bad_keys(k, v))
+                    block = block_of(plan, pairs._replace(bad_keys=None), here).with_bad_keys(bad_keys(k, v))
                     k, v = (keys_by_problem(cleaned(a)) for a in (k, v))
                 else:
-                    (k, v), own = take(whole_keys, 2, here["s"]), block_of(plan, pairs, here)
-                return _block.attend(plan, q_i, k, v, own, has_all_keys=has_all_keys)
+                    (k, v), block = take(whole_keys, 2, here["s"]), block_of(plan, pairs, here)
+                return _block.attend(plan, q_i, k, v, block, has_all_keys=has_all_keys)
 
             if has_all_keys:
-                return block(0)
-            row, nothing = None if table is None else element(table, i), Partial.nothing(q_i[..., :1], width)
-            state = for_tiles(row, key_tiles.number, lambda j, state: state.plus(block(j)), nothing)
+                return attend_block(0)
+            row, empty = None if table is None else element(table, i), Partial.empty(q_i[..., :1], width)
+            state = for_tiles(row, key_tiles.number, lambda j, state: state.plus(attend_block(j)), empty)
             return state.divided()
 
         # JAX differentiates the plain form: checkpoint, so that it recomputes each tile instead of storing it.
-        return query_tiles.join_map(jax.checkpoint(of_tile) if plan.is_plain else of_tile)
+        return query_tiles.join_map(jax.checkpoint(on_tile) if plan.is_plain else on_tile)
 
     _, results = _by_problem(schedule, x, solve, None)
     return Partial(*map(queries_by_user, results))
 
 
 def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pairs) -> Operands:
-    """The cotangents; those of the bias and of what a mod captured are wide, in a ring all are."""
+    """The cotangents; those of the bias and of captured arrays are wide, and in a ring all are."""
     wide, num_key_heads, transposes = rows.dlse.dtype, x.k.shape[2], not schedule.is_one_block
     axis_of_keys = 3 if transposes else 2
     names = [name for name in Rows._fields[1:] if getattr(rows, name) is not None]
@@ -271,7 +273,7 @@ def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pa
         q = _scaled(plan, q)
         k, v = (_keys_at(plan, a, places) for a in (x.k, x.v))
 
-        def block(state: Gradients, t: Tile, s: Tile) -> Gradients:
+        def pull_back_block(state: Gradients, t: Tile, s: Tile) -> Gradients:
             here = places | {"t": t, "s": s}
             q_t, do_t, numbers_t = (take(a, 3, t) for a in (q, do, numbers_here))
             rows_t = Rows(do_t, **{name: numbers_t[..., i : i + 1] for i, name in enumerate(names)})
@@ -286,26 +288,26 @@ def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pa
         no_dk, no_dv = (jnp.zeros_like(jnp.swapaxes(a, 2, axis_of_keys), wide) for a in (k, v))
         state = Gradients(jnp.zeros_like(q, wide), no_dk, no_dv, *sums)
         for queries, keys in schedule.parts:
-            state = of_part(state, block, places, queries, keys)
+            state = pull_back_part(state, pull_back_block, places, queries, keys)
         dk, dv = (jnp.swapaxes(a, 2, axis_of_keys) for a in (state.k, state.v))
         dtypes = [wide] * 3 if plan.ring else [a.dtype for a in x[:3]]
         dq, dk, dv = (a.astype(dtype) for a, dtype in zip((state.q, dk, dv), dtypes, strict=True))
         return (state.bias, state.captured), (dq, dk, dv)
 
-    def of_part(state: Gradients, block: Any, places: Places, queries: Tile, keys: Tile) -> Gradients:
+    def pull_back_part(state: Gradients, pull_back_block: Any, places: Places, queries: Tile, keys: Tile) -> Gradients:
         query_tiles, key_tiles = _tiles(schedule, queries, keys)
         table = _table(plan, pairs.at(places), query_tiles, key_tiles)
 
-        def of_keys(j: Any, state: Gradients) -> Gradients:
+        def on_keys(j: Any, state: Gradients) -> Gradients:
             s = _tile(key_tiles, j, keys)
             place = {axis_of_keys: (s.start, s.size)}
             column = None if table is None else element(table, j, 1)
-            add = lambda i, own: block(own, _tile(query_tiles, i, queries), s)  # noqa: E731
-            own = state._replace(k=part(state.k, place), v=part(state.v, place))
-            own = for_tiles(column, query_tiles.number, add, own)
-            return own._replace(k=with_part(state.k, own.k, place), v=with_part(state.v, own.v, place))
+            add = lambda i, own_keys: pull_back_block(own_keys, _tile(query_tiles, i, queries), s)  # noqa: E731
+            own_keys = state._replace(k=part(state.k, place), v=part(state.v, place))
+            own_keys = for_tiles(column, query_tiles.number, add, own_keys)
+            return own_keys._replace(k=with_part(state.k, own_keys.k, place), v=with_part(state.v, own_keys.v, place))
 
-        return of_keys(0, state) if key_tiles.number == 1 else loop(0, key_tiles.number, of_keys, state)
+        return on_keys(0, state) if key_tiles.number == 1 else loop(0, key_tiles.number, on_keys, state)
 
     def zeros(a: Array) -> Array:
         with jax.numpy_dtype_promotion("standard"):  # a bias may have 16 bits

@@ -1,10 +1,9 @@
-"""Segments, and the two moves of which their ops are made: from rows to their segments, and back.
+"""Segments, and the two steps of all their ops: rows are combined into segments, and values of segments spread to rows.
 
-XLA leaves out what a scatter would put out of range. So what is computed of a row whose id is masked may be anything on
-the way to a segment, and is selected where it would become a result: XLA's CPU compiler takes twice as long for an
-exponential next to a selection by rows. No derivative gets through either: a formula takes its data
-`with_live_derivatives`, and the way back from a segment has none in a row out of range. Negative ids are not counted
-from the end, as in `jax.numpy`.
+XLA's scatter ignores a row whose id is out of range. So what is computed for such a row may be anything until it would
+become a result: it is selected there, since XLA's CPU compiler takes twice as long for an exponential next to a
+selection by rows. Such a row has no derivative either: a formula takes its data `without_masked_derivatives`, and
+`spread` has none in a row out of range. A negative id does not count from the end, as it would in `jax.numpy`.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ class Segments:
     """Rows that have the same number, wherever they lie.
 
     The methods take the mask of the data, or a `Weighting`, at the rank of the data. Its weights are wide, 0 where
-    masked, and those of rows or of elements.
+    masked, and given for rows or for elements.
     """
 
-    ids: Array  # [N], the segment of each row; one whose id is out of range is masked
+    ids: Array  # [N], the segment of each row; a row with an id out of range is masked
     number: int
     are_sorted: bool
     devices: sharding.Devices  # each has some rows, and gets all segments
 
-    def live(self, x: Array, where: Array | None) -> Array:
+    def unmasked(self, x: Array, where: Array | None) -> Array:
         """Which elements of the data are unmasked, `[N, ...]` at their rank."""
         in_range = ((self.ids >= 0) & (self.ids < self.number)).reshape(-1, *[1] * (x.ndim - 1))
         return in_range if where is None else in_range & where
@@ -49,27 +48,27 @@ class Segments:
         dimensions = lax.ScatterDimensionNumbers(
             update_window_dims=tuple(range(1, x.ndim)), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
         )
-        of_nothing = jnp.broadcast_to(jnp.asarray(start, x.dtype), (self.number, *x.shape[1:]))
+        empty = jnp.broadcast_to(jnp.asarray(start, x.dtype), (self.number, *x.shape[1:]))
         options = {"indices_are_sorted": self.are_sorted, "mode": lax.GatherScatterMode.FILL_OR_DROP}
-        return scatter(of_nothing, self.ids[:, None], x, dimensions, **options)
+        return scatter(empty, self.ids[:, None], x, dimensions, **options)
 
     def sum(self, x: Array, where: Array | None = None) -> Array:
         """The sum of the unmasked elements of each segment, over all devices.
 
-        Those on a device are added up one row after the other within a part of the rows, and then the parts.
+        A device adds up the rows of each part one after the other, and then the parts.
         """
         x = masks.selected(x, where)
-        parts, of_parts = self._in_parts() if jnp.issubdtype(x.dtype, jnp.inexact) else (1, self)
-        sums = of_parts.combined(lax.scatter_add, x, 0)
+        parts, part_segments = self._in_parts() if jnp.issubdtype(x.dtype, jnp.inexact) else (1, self)
+        sums = part_segments.combined(lax.scatter_add, x, 0)
         if parts > 1:
             sums = jnp.sum(sums.reshape(parts, self.number, *x.shape[1:]), 0)
         return self.devices.sum(sums)
 
     def _in_parts(self) -> tuple[int, Segments]:
-        """In how many parts many rows of few segments are added up, and the segments of all parts.
+        """Into how many parts many rows of few segments are cut for a sum, and the segments of all parts.
 
-        A sum of a million rows, one after the other, has lost half of its digits. Sorted ids stay sorted, and an id out
-        of range is out of the range of all parts.
+        A sum of a million rows, one after the other, loses half of its digits. Sorted ids stay sorted, and an id out of
+        range stays out of range.
         """
         choices, ids, size = platforms.choices(), self.ids, self.ids.shape[0]
         if not sharding.may_loop((ids,)) or not isinstance(self.number, int):
@@ -101,29 +100,29 @@ class Segments:
         )
 
     def spread(self, values: Array) -> Array:
-        """Each row gets the value of its segment; one out of range that of some other, but as a constant."""
+        """The value of its segment for each row; for a row out of range some other value, without a derivative."""
         return _spread(self, values)
 
     def spread_once(self, values: Array) -> Array:
-        """`spread` of values that are expensive to compute: XLA would compute them again for every row."""
+        """`spread` of expensive values, which XLA would compute again for every row."""
         return _spread(self, platforms.unfused(values))
 
-    def spread_to_live(self, values: Array, where: Array | None = None) -> Array:
+    def spread_to_unmasked(self, values: Array, where: Array | None = None) -> Array:
         """`spread`, but 0 where masked. Its transpose is `sum` on a device, without a selection of rows."""
-        parts, of_parts = self._in_parts()
+        parts, part_segments = self._in_parts()
         if parts > 1:
             values = jnp.tile(values, (parts, *[1] * (values.ndim - 1)))
-        return masks.selected(_gathered(of_parts.ids, values, lax.GatherScatterMode.FILL_OR_DROP), where)
+        return masks.selected(_gathered(part_segments.ids, values, lax.GatherScatterMode.FILL_OR_DROP), where)
 
-    def with_live_derivatives(self, x: Array, where: Array | None) -> Array:
+    def without_masked_derivatives(self, x: Array, where: Array | None) -> Array:
         """The data, for a formula: its derivatives with respect to them, of any order, are 0 where masked."""
-        return _with_live_derivatives(self, x, where)
+        return _without_masked_derivatives(self, x, where)
 
 
 def average(total: Array, weight: Array, weighting: Weighting) -> Array:
-    """The weighted sum over the sum of the weights; 0 of nothing."""
+    """The weighted sum over the sum of the weights; 0 for an empty segment."""
     quotient = total / nonzero_divisor(weight).astype(jnp.finfo(total.dtype).dtype)
-    # Of no weight: with a gradient of 0 by the weights.
+    # Where all weights are 0, they have a gradient of 0.
     return quotient if weighting.weights is None else jnp.where(weight == 0, 0, quotient)
 
 
@@ -134,11 +133,11 @@ def _spread(segments: Segments, values: Array) -> Array:
 
 @_spread.defjvp
 def _derivative_of_spread(primals: tuple[Segments, Array], tangents: tuple[Pytree, Array]) -> tuple[Array, Array]:
-    return _spread(*primals), primals[0].spread_to_live(tangents[1])
+    return _spread(*primals), primals[0].spread_to_unmasked(tangents[1])
 
 
 def _gathered(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:
-    if values.shape[0] == 0:  # JAX does not index an array of nothing
+    if values.shape[0] == 0:  # JAX does not index an empty array
         values = jnp.pad(values, [(0, 1), *[(0, 0)] * (values.ndim - 1)])
     dimensions = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, values.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
@@ -147,11 +146,11 @@ def _gathered(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:
 
 
 @jax.custom_jvp
-def _with_live_derivatives(segments: Segments, x: Array, where: Array | None) -> Array:
+def _without_masked_derivatives(segments: Segments, x: Array, where: Array | None) -> Array:
     return x
 
 
-@_with_live_derivatives.defjvp
-def _live_derivatives(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
+@_without_masked_derivatives.defjvp
+def _derivative_without_masked(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, where = primals
-    return _with_live_derivatives(*primals), masks.selected(tangents[1], segments.live(x, where))
+    return _without_masked_derivatives(*primals), masks.selected(tangents[1], segments.unmasked(x, where))

@@ -1,7 +1,7 @@
-"""An op in a `jax.shard_map` of its own, over the explicit axes of a mesh that split its independent dimensions.
+"""An op for each device: in a `jax.shard_map` of its own, over the explicit axes that split its independent dimensions.
 
-JAX refuses a loop over a dimension that is split over devices. Within `jax.shard_map` the part on each device is an
-array like any other, and the op may go through it in blocks.
+JAX refuses a loop over a dimension that is split over devices. Inside `jax.shard_map` each device has an ordinary
+array, and the op may go through it in blocks.
 
 The dimensions of an op have names. A `jax.sharding.PartitionSpec` of these names says which dimensions an array has:
 `P("tokens", None)` for features, whose second dimension every device needs as a whole.
@@ -28,11 +28,11 @@ class Split:
     """How the named dimensions of an op are split over the explicit axes of a mesh; the others are whole."""
 
     mesh: AbstractMesh
-    manual: Axes  # those of the shard_map
+    manual: Axes  # the axes of the shard_map
     named: tuple[tuple[str, Axes], ...]
 
     def axes(self, *names: str) -> Axes:
-        """The axes over which one of the dimensions is split."""
+        """The axes that split any of the dimensions."""
         return tuple(axis for name, axes in self.named if name in names for axis in axes)
 
     def devices(self, *names: str) -> int:
@@ -40,12 +40,12 @@ class Split:
         return math.prod(self.mesh.shape[axis] for axis in self.axes(*names))
 
     def spec(self, shape: tuple[int, ...], names: PartitionSpec) -> PartitionSpec:
-        """How an array with these dimensions is split. A dimension of size 1 is there for broadcasting."""
+        """How an array with these dimensions is split; a dimension of size 1 broadcasts, and is whole."""
         padded = (*names, *[None] * (len(shape) - len(names)))
         return self.spec_of_named(PartitionSpec(*(None if n == 1 else m for n, m in zip(shape, padded, strict=True))))
 
     def spec_of_named(self, names: PartitionSpec) -> PartitionSpec:
-        """How an array with these dimensions is split, none of which is there for broadcasting."""
+        """How an array with these dimensions is split, if none of them broadcasts."""
         return PartitionSpec(*(None if name is None else self.axes(name) or None for name in names))
 
     def map(
@@ -58,7 +58,7 @@ class Split:
         """
         specs = jax.tree.map(lambda x, names: self.spec(x.shape, names), args, names)
 
-        def part(x: Array, spec: PartitionSpec) -> Array:
+        def resharded(x: Array, spec: PartitionSpec) -> Array:
             now, sharding = jax.typeof(x).sharding, NamedSharding(self.mesh, spec)
             is_there = now.mesh == self.mesh and now.spec == spec
             return x if is_there else jax.sharding.reshard(x, sharding)
@@ -72,14 +72,14 @@ class Split:
             axis_names=set(self.manual),
             check_vma=check_vma,
         )
-        return mapped(*jax.tree.map(part, args, specs))
+        return mapped(*jax.tree.map(resharded, args, specs))
 
 
 def split_of(args: Pytree, names: Pytree) -> Split | None:
     """How the named dimensions of the arrays are split.
 
-    Each is split as in the first array in which it is, and over an axis only one dimension. One that some array has too
-    few of to split, such as two key heads over four devices, is whole, like dimensions without a name.
+    A dimension is split as in the first array that splits it, and an axis splits only one dimension. A dimension that
+    is too small to split in some array, such as two key heads over four devices, is whole, like one without a name.
 
     Args:
       args: a pytree of arrays.
@@ -102,12 +102,12 @@ def _split_dimensions(mesh: AbstractMesh, arrays: list[Array], names: list[Parti
     found: dict[str, Axes] = {}
     taken: set[str] = set()
     sizes: dict[str, list[int]] = {}
-    for x, names_of_x in zip(arrays, names, strict=True):
-        for name, size, part in zip(names_of_x, x.shape, tuple(jax.typeof(x).sharding.spec), strict=False):
+    for x, dimensions in zip(arrays, names, strict=True):
+        for name, size, spec in zip(dimensions, x.shape, tuple(jax.typeof(x).sharding.spec), strict=False):
             if name is None or size == 1:
                 continue
             sizes.setdefault(name, []).append(size)
-            axes = (part,) if isinstance(part, str) else tuple(part or ())
+            axes = (spec,) if isinstance(spec, str) else tuple(spec or ())
             if axes and name not in found and not taken.intersection(axes):
                 found[name] = axes
                 taken.update(axes)
@@ -118,7 +118,8 @@ def _split_dimensions(mesh: AbstractMesh, arrays: list[Array], names: list[Parti
 def _manual_axes(mesh: AbstractMesh) -> Axes:
     """All explicit axes, also those that split no array: JAX has no second derivatives otherwise (jax 0.12).
 
-    Without those over which an enclosing `jax.vmap` is split. JAX refuses these, and tells them in no other way.
+    Axes over which an enclosing `jax.vmap` is split are left out: JAX refuses them, and only a try shows which they
+    are.
     """
 
     def is_free(axis: str) -> bool:
@@ -147,10 +148,10 @@ def along_devices(
     *,
     check_vma: bool = True,
 ) -> Tree:
-    """`fn(devices, *args)`, for an `fn` that exchanges what it has to along the dimensions `along`, if any.
+    """`fn(devices, *args)`, where `fn` exchanges data along the dimensions `along`, if any.
 
-    If explicit axes of a mesh split the arrays, each device works on its part; where they split these dimensions, the
-    devices are those of the axes.
+    If explicit axes of a mesh split the arrays, each device works on its part, and the `devices` of `fn` are those over
+    which the dimensions `along` are split.
     """
     split = split_of(args, names)
     if split is None:

@@ -1,4 +1,4 @@
-"""The arguments that losses of a linear layer have in common, some with those of logits; the op's name comes first."""
+"""The arguments that losses of a linear layer share; some functions read those of losses of logits, too."""
 
 import math
 import numbers
@@ -27,25 +27,25 @@ class LabelOptions(TypedDict, total=False):
     class_mask: ArrayLike | None
 
 
-def read_layer(op: str, features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None, of: str = "") -> Linear:
-    """Features `[..., D]`, kernel `[D, V]` and bias `[V]`, whose names begin with `of`."""
-    features, kernel = as_float_array(op, f"{of}features", features), as_float_array(op, f"{of}kernel", kernel)
+def read_layer(op: str, features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None, prefix: str = "") -> Linear:
+    """Features `[..., D]`, kernel `[D, V]` and bias `[V]`, whose names begin with `prefix`."""
+    features, kernel = as_float_array(op, f"{prefix}features", features), as_float_array(op, f"{prefix}kernel", kernel)
     if features.ndim == 0:
-        raise ValueError(message(op, f"{of}features", "shape ()", "[..., D]"))
+        raise ValueError(message(op, f"{prefix}features", "shape ()", "[..., D]"))
     width = features.shape[-1]
     if kernel.ndim != 2 or kernel.shape[0] != width or kernel.shape[1] == 0:
-        expected = f"[D, V] with at least one class, D being the {width} of {of}features {features.shape}"
+        expected = f"[D, V] with the D = {width} of {prefix}features {features.shape}, and at least one class"
         is_transposed = kernel.ndim == 2 and kernel.shape[1] == width
-        hint = f"For a kernel [V, D] pass {of}kernel.T." if is_transposed else ""
-        raise ValueError(message(op, f"{of}kernel", f"shape {kernel.shape}", expected, hint))
-    return Linear(features, kernel, None if bias is None else read_per_class(op, f"{of}bias", bias, kernel, of))
+        hint = f"For a kernel [V, D] pass {prefix}kernel.T." if is_transposed else ""
+        raise ValueError(message(op, f"{prefix}kernel", f"shape {kernel.shape}", expected, hint))
+    return Linear(features, kernel, None if bias is None else read_per_class(op, f"{prefix}bias", bias, kernel, prefix))
 
 
-def read_per_class(op: str, argument: str, value: ArrayLike, kernel: Array, of: str = "") -> Array:
+def read_per_class(op: str, argument: str, value: ArrayLike, kernel: Array, prefix: str = "") -> Array:
     """Floats `[V]`."""
     array = as_float_array(op, argument, value)
     if array.shape != kernel.shape[1:]:
-        expected = f"{kernel.shape[1:]}, the classes of {of}kernel"
+        expected = f"{kernel.shape[1:]}, the classes of {prefix}kernel"
         raise ValueError(message(op, argument, f"shape {array.shape}", expected))
     return array
 
@@ -70,23 +70,23 @@ def read_class_mask(op: str, class_mask: ArrayLike | None, kernel: Array) -> Arr
 
 
 def check_labels(op: str, inputs: LinearInputs, class_mask: Array | None, axis_name: str | None) -> Array | None:
-    """Reports bad labels of live tokens, and returns them, if label checks are on."""
-    labels, live, number = inputs.data, inputs.live, inputs.layers[0].kernel.shape[1]
-    where = None if live is None else live[..., None]
+    """If label checks are on, reports bad labels of unmasked tokens, and returns which tokens have one."""
+    labels, unmasked, number = inputs.data, inputs.unmasked, inputs.layers[0].kernel.shape[1]
+    where = None if unmasked is None else unmasked[..., None]
     bad = check_integer_labels(op, labels, where, (labels.ndim,), (*labels.shape, number), axis_name)
     if class_mask is None:
         return bad
     is_unmasked = lambda labels: at_labels((~class_mask).astype(jnp.int32), labels, axis_name) == 0  # noqa: E731
-    return either(bad, check_elements(op, labels, labels.shape, live, is_unmasked, "at a masked class"))
+    return either(bad, check_elements(op, labels, labels.shape, unmasked, is_unmasked, "at a masked class"))
 
 
-def at_labels(of_classes: Array, labels: Array, axis_name: AxisName) -> Array:
-    """The number of the class of each label, from those of the classes `[V]` of this device; 0 for no class."""
-    here = Devices(axis_name).local(labels, of_classes.size)
-    is_here = is_class(here, of_classes.size)
+def at_labels(values: Array, labels: Array, axis_name: AxisName) -> Array:
+    """The value of the class of each label, from the values `[V]` of this device's classes; 0 out of range."""
+    here = Devices(axis_name).local(labels, values.size)
+    is_here = is_class(here, values.size)
     index = jnp.where(is_here, here, 0)
     out_sharding = jax.typeof(index).sharding if is_sharded(index) else None
-    at_index = gathered_along(of_classes, 0).at[index]
+    at_index = gathered_along(values, 0).at[index]
     found = at_index.get(mode="promise_in_bounds", out_sharding=out_sharding)
     return Devices(axis_name).sum(jnp.where(is_here, found, 0))
 
@@ -127,13 +127,13 @@ def read_block_size(op: str, block_size: object) -> int | None:
 
 
 def read_with_predictions(op: str, with_predictions: object, inputs: LinearInputs, axis_name: str | None) -> bool:
-    wanted = as_bool(op, "with_predictions", with_predictions)
+    needed = as_bool(op, "with_predictions", with_predictions)
     number, most = inputs.classes(axis_name).number, 2 ** (jnp.finfo(inputs.sum_dtype).nmant + 1)
-    if wanted and number >= most:  # classes are counted in the dtype of the sums
+    if needed and number >= most:  # the formula counts classes in the dtype of the sums
         raise ValueError(message(op, "with_predictions", f"True for {number} classes", f"fewer than {most} classes"))
-    return wanted
+    return needed
 
 
 def predictions(logsumexps: Array, places: Array) -> tuple[Array, Array]:
-    """The predicted classes, which the formula counts from 1, and the logsumexps."""
+    """The predicted classes, -1 for none, from the formula's, which count from 1; and the logsumexps."""
     return jnp.where(places > 0, places - 1, -1).astype(jnp.int32), logsumexps
