@@ -617,3 +617,32 @@ def test_without_a_z_loss_its_component_is_0():
     cross_entropy, z_loss = integer(LOGITS.astype(jnp.bfloat16), LABELS, with_components=True)
     assert cross_entropy.dtype == z_loss.dtype == jnp.bfloat16
     assert not z_loss.any()
+
+
+def rows_of_every_kind():
+    """Logits, targets and cotangents: NaN, infinities, absent classes and rows, whose results are used or replaced."""
+    logits, targets = (np.tile(np.asarray(a), (8, 1))[:26] for a in (3 * LOGITS, TARGETS))
+    logits[1, 3], logits[2, 4], logits[5, 6], logits[6, 2] = np.nan, np.inf, -np.inf, -np.inf
+    logits[3:5] = -np.inf
+    logits[8], logits[9] = 3e38, -3e38
+    targets[4], targets[6, 2], targets[7], targets[10, 3] = 0, 0, 0, np.nan
+    logits[13:], targets[13:] = logits[:13], targets[:13]
+    return logits, targets, np.repeat(np.array([2.0, 0.0], np.float32), 13)
+
+
+@pytest.mark.parametrize("where", [None, np.arange(26) % 13 != 11])
+@pytest.mark.parametrize("loss", [soft, masksafe.losses.poly_loss_cross_entropy])
+def test_what_one_kernel_computes_is_repaired_in_bad_rows(loss, where, choose):
+    """As in one pass over the rows, in which each has what is right selected."""
+    logits, targets, d_loss = rows_of_every_kind()
+    if where is not None:
+        logits[~where] = np.nan
+
+    def results(logits, targets):
+        out, pull_back = jax.vjp(functools.partial(loss, where=where), logits, targets)
+        return out, loss(logits, targets, where=where), *pull_back(d_loss)
+
+    in_one_pass = jax.jit(results)(logits, targets)
+    choose(most_elements_in_one_pass=0, fewest_elements_of_kernels=0)
+    for actual, expected in zip(jax.jit(results)(logits, targets), in_one_pass, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)

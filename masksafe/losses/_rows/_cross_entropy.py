@@ -414,9 +414,9 @@ def textbook_logit_slopes(x: Array, t: Array, epsilon: Array | None) -> Array:
     slopes = weight * p - t
     if epsilon is not None:
         slopes += epsilon * (p * (jnp.sum(t * p, -1, keepdims=True) - t))
-    # 1 or less; infinite in a row without probabilities, if one of its classes has a target. 0 times that is NaN.
+    # 1 or less; infinite if all logits are -inf and a class has a target. 0 times what is not finite is NaN.
     missing = jnp.exp(jnp.sum(t * jnp.minimum(-jnp.log(total), float(wide.max) / 2**10), -1, keepdims=True))
-    return slopes + 0 * missing
+    return slopes + 0 * (missing + total)
 
 
 def _finite_largest_in_kernel(x: Array) -> Array:
