@@ -1,4 +1,4 @@
-"""README, the first page and Getting started, pasted into Python's prompt: every plain block works and prints what it says.
+"""README, the first page and Getting started, pasted into a prompt: every block works and prints what it says.
 
 A comment at the start of a line is what the block prints.
 """
@@ -26,13 +26,13 @@ LONGEST_SCRIPT = 40
 
 
 class Prompt(code.InteractiveConsole):
-    """Python's prompt as it is up to 3.12, where a blank line ends a `def`, and nothing else does; errors are raised."""
+    """Python's prompt as it is up to 3.12, where nothing but a blank line ends a `def`; errors are raised."""
 
     def write(self, data):
         raise AssertionError(data)
 
     def showtraceback(self):
-        raise  # noqa: PLE0704
+        raise
 
     def paste(self, block):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -83,7 +83,9 @@ def test_a_terminal_takes_the_page(page):
     """A real prompt, through a pseudoterminal, with the lines of all blocks one after another."""
     environment = os.environ | {"PYTHON_BASIC_REPL": "1", "TERM": "dumb", "JAX_PLATFORMS": "cpu"}
     ours, theirs = pty.openpty()
-    with subprocess.Popen([sys.executable, "-q"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as prompt:
+    with subprocess.Popen(
+        [sys.executable, "-q"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    ) as prompt:
         os.close(theirs)
         seen = ""
         for line in [*"".join(blocks_of(page)).splitlines(), "print('the', 'end')", "exit()"]:

@@ -617,3 +617,10 @@ def test_without_a_z_loss_its_component_is_0():
     cross_entropy, z_loss = integer(LOGITS.astype(jnp.bfloat16), LABELS, with_components=True)
     assert cross_entropy.dtype == z_loss.dtype == jnp.bfloat16
     assert not z_loss.any()
+
+
+def test_a_mask_of_one_axis_means_times_where_logits_have_two_axes_of_rows():
+    loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
+    mask = jnp.arange(6) < 2
+    losses = loss(jnp.zeros((4, 6, 7)), jnp.zeros((4, 6), int), where=mask)
+    np.testing.assert_array_equal(losses > 0, jnp.broadcast_to(mask, (4, 6)))
