@@ -77,7 +77,8 @@ def __getattr__(name: str) -> object:
     """Imports `masksafe.testing` on first use: it takes a quarter of the import time, and few programs need it."""
     if name == "testing":
         return importlib.import_module("masksafe.testing")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = f": write masksafe.losses.{name}" if name in losses.__all__ else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

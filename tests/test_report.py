@@ -90,7 +90,7 @@ def test_every_public_op_is_in_a_case():
 def test_report_of_masksafe_alone(capsys, tmp_path):
     assert main(["--only", "smooth_lab,nothing_else", "--json", str(tmp_path / "report.json")]) == 0
     out, progress = capsys.readouterr()
-    assert re.fullmatch(r"(masksafe on \S+: smooth_labels: right(, right)*\n)+", progress)
+    assert not progress  # which is for a terminal
     assert "smooth_labels" in out
     assert "jaxlib" in out
     assert "keeps its contract" in out

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Set
 
 import jax
 
@@ -10,7 +10,7 @@ from masksafe._core import compiler_faults
 from masksafe._core.arguments import message
 from masksafe._core.typing import Function, Pytree
 
-# Our parameters of the same meaning, of which an op has at most one.
+# The parameters that may have their place; an op has at most one of them, or the two that stand together.
 _OURS = {
     "a": ("x",),
     "ddof": ("correction",),
@@ -19,6 +19,7 @@ _OURS = {
     "input": ("x", "a"),
     "keepdim": ("keepdims",),
     "mask": ("where",),
+    "segment_ids": ("query_segment_ids and key_value_segment_ids",),
     "unbiased": ("correction",),
     "weight": ("scale", "weights"),
 }
@@ -60,12 +61,13 @@ def public_op(fn: Function) -> Function:
     return named  # type: ignore[return-value]
 
 
-def _refuse_keywords(op: str, parameters: Collection[str], keywords: Iterable[str]) -> None:
+def _refuse_keywords(op: str, parameters: Set[str], keywords: Iterable[str]) -> None:
     for name in keywords:
         if name in parameters:
             continue
-        ours = next((f"the keyword {other}" for other in _OURS.get(name, ()) if other in parameters), "")
+        ours = next((other for other in _OURS.get(name, ()) if parameters >= {*other.split(" and ")}), "")
         if ours or name in _HINTS:
             hint = _HINTS.get(name, "").format(op=op)
-            text = message(op, name, "a keyword of another library", ours or "no such keyword", hint)
+            expected = f"the keyword{'s' if ' and ' in ours else ''} {ours}" if ours else "no such keyword"
+            text = message(op, name, "a keyword of another library", expected, hint)
             raise TypeError(text) from None

@@ -1,5 +1,7 @@
 """The losses of optax under the same names and signatures, with masks that remove elements exactly; and a few more."""
 
+from typing import TYPE_CHECKING
+
 from masksafe.losses._contrastive import info_nce_loss, sigmoid_contrastive_loss
 from masksafe.losses._cross_entropy import (
     safe_softmax_cross_entropy,
@@ -79,6 +81,24 @@ __all__ = [
     "squared_error",
     "triplet_margin_loss",
 ]
+
+# Names of other libraries.
+_OURS = {
+    "binary_cross_entropy": "sigmoid_binary_cross_entropy",
+    "cross_entropy": "softmax_cross_entropy_with_integer_labels, or softmax_cross_entropy of probabilities as labels",
+    "kl_div": "kl_divergence",
+    "linear_cross_entropy": "linear_softmax_cross_entropy",
+    "mean_squared_error": "squared_error",
+    "mse_loss": "squared_error",
+    "nll_loss": "softmax_cross_entropy_with_integer_labels of the logits",
+    "sparse_softmax_cross_entropy": "softmax_cross_entropy_with_integer_labels",
+}
+
+if not TYPE_CHECKING:  # a type checker would take any name
+
+    def __getattr__(name: str) -> object:
+        hint = f": write masksafe.losses.{_OURS[name]}" if name in _OURS else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

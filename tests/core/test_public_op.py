@@ -41,11 +41,36 @@ X = np.ones((2, 3), np.float32)
         ("batch_norm", "mask", X > 0, "expected the keyword where"),
         ("standardize", "dim", 1, "expected the keyword axis"),
         ("l2_normalize", "eps", 1e-5, "expected the keyword epsilon"),
+        (
+            "dot_product_attention",
+            "segment_ids",
+            X > 0,
+            "keywords query_segment_ids and key_value_segment_ids",
+        ),
     ],
 )
 def test_refusal_names_our_keyword(op, keyword, value, way_out):
     with pytest.raises(TypeError, match=f"^{op}: {keyword}: got a keyword of another library; .*{way_out}"):
         getattr(masksafe, op)(X, **{keyword: value})
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "way_out"),
+    [
+        (masksafe, "softmax_cross_entropy", r"write masksafe\.losses\.softmax_cross_entropy$"),
+        (masksafe.losses, "cross_entropy", r"write masksafe\.losses\.softmax_cross_entropy_with_integer_labels, or"),
+        (masksafe.losses, "mse_loss", r"write masksafe\.losses\.squared_error$"),
+    ],
+)
+def test_an_unknown_name_names_ours(module, name, way_out):
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': {way_out}"):
+        getattr(module, name)
+
+
+def test_names_of_other_libraries_are_not_ours():
+    for name, ours in masksafe.losses._OURS.items():
+        assert not hasattr(masksafe.losses, name)
+        assert ours.split(",")[0].split()[0] in masksafe.losses.__all__
 
 
 def test_other_keywords_are_refused_as_by_any_function():

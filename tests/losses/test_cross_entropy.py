@@ -646,3 +646,10 @@ def test_what_one_kernel_computes_is_repaired_in_bad_rows(loss, where, choose):
     choose(most_elements_in_one_pass=0, fewest_elements_of_kernels=0)
     for actual, expected in zip(jax.jit(results)(logits, targets), in_one_pass, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_a_mask_of_one_axis_means_times_where_logits_have_two_axes_of_rows():
+    loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
+    mask = jnp.arange(6) < 2
+    losses = loss(jnp.zeros((4, 6, 7)), jnp.zeros((4, 6), int), where=mask)
+    np.testing.assert_array_equal(losses > 0, jnp.broadcast_to(mask, (4, 6)))
