@@ -27,11 +27,15 @@ def size_of(key, axis, n):
     """A symbol, where the op takes one; of a variant, whose options may be arrays, only the number of rows is one."""
     name = OPS[key].name
     is_fixed = n < 3 or (name == "dot_product_attention" and axis == 3) or (key != name and n != len(OPS[key].where))
-    is_fixed |= name.startswith("segment_") and n == SEGMENTS_OF_ROWS
+    is_fixed |= name.startswith(("segment_", "ragged_dot")) and n == SEGMENTS_OF_ROWS
     return str(n) if is_fixed else f"2 * half_of_{n}" if name == "group_norm" else f"n{n}"
 
 
-@each_op(lambda op: op.tier == "default", compiles=True, by_default=("mean", "softmax", "layer_norm", "segment_softmax", "dot_product_attention"))
+@each_op(
+    lambda op: op.tier == "default",
+    compiles=True,
+    by_default=("mean", "softmax", "layer_norm", "segment_softmax", "dot_product_attention"),
+)
 def test_export_with_symbolic_sizes_asks_for_no_platform_and_gives_the_same(key, monkeypatch):
     with monkeypatch.context() as patches:
         for name in ("default_backend", "devices", "local_devices"):
