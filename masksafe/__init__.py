@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from masksafe import adapters, attention_masks, losses
 from masksafe._core.switches import forward_mode, label_checks, set_label_checks
+from masksafe._ragged_dot import ragged_dot
 from masksafe._reductions import MaskedMean, max, mean, min, sum, value_and_grad_of_mean, var, var_mean
 from masksafe._segments import (
     segment_log_softmax,
@@ -50,6 +51,7 @@ __all__ = [
     "merge_attention",
     "min",
     "next_tokens",
+    "ragged_dot",
     "rms_norm",
     "segment_log_softmax",
     "segment_logsumexp",

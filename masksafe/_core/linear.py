@@ -40,6 +40,11 @@ def nan_unless_zero(x: Array) -> Array:
     return _nan_unless_zero(x)
 
 
+def nan_unless_finite(x: Array) -> Array:
+    """NaN where `x` is not finite, and 0 elsewhere; its cotangent is 0."""
+    return _nan_unless_finite(x)
+
+
 def _as_linear(
     name: str, fn: Callable[[Array], Array], transpose: Callable[[Array], Array] | None = None
 ) -> Callable[[Array], Array]:
@@ -65,3 +70,6 @@ _without_sign_of_zero = _as_linear("without_sign_of_zero", lambda x: jnp.where(x
 _finite_or_zero = _as_linear("finite_or_zero", lambda x: jnp.where(jnp.isfinite(x), x, 0), lambda cotangent: cotangent)
 _with_finite_cotangent = _as_linear("with_finite_cotangent", lambda x: x, finite_or_zero)
 _nan_unless_zero = _as_linear("nan_unless_zero", lambda x: jnp.where(x == 0, x, jnp.nan))
+_nan_unless_finite = _as_linear(
+    "nan_unless_finite", lambda x: jnp.where(jnp.isfinite(x), 0, jnp.asarray(jnp.nan, x.dtype)), jnp.zeros_like
+)

@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from masksafe._core import label_checks, moments, precision, sharding, switches
 from masksafe._core.arguments import as_size, message
 from masksafe._core.typing import Array, Pytree
-from masksafe._reductions._masked_mean import MaskedMean, count_as_float, normal
+from masksafe._reductions._masked_mean import MaskedMean
 
 _OP = "value_and_grad_of_mean"
 
@@ -174,7 +174,6 @@ def _as_mean_and_aux(result: object, has_aux: bool, devices: sharding.Devices) -
         raise TypeError(message(_OP, "fn", *_mistake(result, has_aux)))
 
     def of_own_device(mean: MaskedMean) -> MaskedMean:
-        mean = normal(mean)
         if devices.share(jax.tree.leaves(mean)[0]):
             found = "a MaskedMean whose total is the same on all devices"
             raise ValueError(message(_OP, "fn", found, "that of each device, not yet summed over axis_name"))
@@ -310,10 +309,10 @@ class _SumsOfMean(NamedTuple):
     d_count: Pytree  # None if the count does not depend on the parameters
 
     def gradients_of_mean(self) -> Pytree:
-        value, count_in = self.mean.value, functools.cache(functools.partial(count_as_float, self.mean))
+        value = self.mean.value
 
         def gradient(d_total: Array, d_count: Array | None = None) -> Array:
-            count = count_in(d_total.dtype)
+            count = self.mean.count.astype(d_total.dtype)
             d_mean = d_total if d_count is None else d_total - value.astype(d_total.dtype) * d_count
             return jnp.where(count == 0, 0, d_mean / moments.nonzero_divisor(count))
 
@@ -357,17 +356,14 @@ def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) 
 
     def total_and_count(params: Pytree) -> Pytree:
         mean, aux = fn(params)
-        total, count = mean.total, mean.count
-        if jnp.issubdtype(count.dtype, jnp.floating):
-            return (total, _noting_dependence(is_dependent, count)), (mean, aux)
-        return (total, jnp.zeros_like(total)), (mean, aux)
+        return (mean.total, _noting_dependence(is_dependent, mean.count)), (mean, aux)
 
-    (total, float_count), pull_back, (mean, aux) = jax.vjp(total_and_count, params, has_aux=True)
-    one, zero = jnp.ones_like(total), jnp.zeros_like(float_count)
+    (total, count), pull_back, (mean, aux) = jax.vjp(total_and_count, params, has_aux=True)
+    one, zero = jnp.ones_like(total), jnp.zeros_like(count)
     (d_total,) = pull_back((one, zero))
     d_count = None
     if is_dependent:
-        (d_count,) = pull_back((jnp.zeros_like(total), jnp.ones_like(float_count)))
+        (d_count,) = pull_back((jnp.zeros_like(total), jnp.ones_like(count)))
     wide = functools.partial(jax.tree.map, precision.widened)
     return _SumsOfMean(mean, wide(d_total), wide(d_count)), aux
 

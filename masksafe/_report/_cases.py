@@ -75,6 +75,7 @@ SOME_ROWS, ELEMENTS = np.array([True, False, True, True]), RNG.random((ROWS, CLA
 ELEMENTS[np.arange(ROWS), LABELS] = True
 ELEMENTS[1] = False
 KERNEL, TARGET_KERNEL = floats(CLASSES, 7), floats(CLASSES, 7)
+MATRICES = floats(3, CLASSES, 2)
 NOTHING, SOFT = np.zeros(X.shape, bool), {"logits": X, "labels": P}
 
 
@@ -123,6 +124,7 @@ def garbage_cases() -> list[Case]:
         *garbage("segment_sum segment_mean segment_var segment_max segment_min", segments, SOME_ROWS),
         *garbage("segment_logsumexp segment_softmax segment_log_softmax segment_standardize", segments, SOME_ROWS),
         *garbage("load_balancing_loss", {"router_probs": P, "expert_indices": EXPERTS}, SOME_ROWS),
+        *garbage("ragged_dot", {"lhs": X}, np.arange(ROWS) < 3, rhs=MATRICES, group_sizes=np.array([2, 0, 1])),
         *garbage("router_z_loss", {"router_logits": X}, SOME_ROWS),
         *garbage("info_nce_loss sigmoid_contrastive_loss", {"x": X, "y": Y}, SOME_ROWS, scale=0.5),
     ]

@@ -19,6 +19,7 @@ def _named(names: str) -> Ops:
 OPS: Ops = {
     **{name: getattr(masksafe.losses, name) for name in dir(masksafe.losses) if not name.startswith("_")},
     **_named("softmax log_softmax dot_product_attention layer_norm rms_norm standardize l2_normalize"),
+    "ragged_dot": lambda where, **inputs: masksafe.ragged_dot(**inputs),  # its sizes are the mask
     "batch_norm": lambda x, where=None: masksafe.batch_norm(x, where=where)[0],
     "group_norm": functools.partial(masksafe.group_norm, num_groups=1),
     **{name: along_rows(op) for name, op in _named("logsumexp sum mean var max min").items()},

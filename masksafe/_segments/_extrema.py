@@ -32,25 +32,18 @@ def segment_max(
 
     Args:
       data: a real array `[N, ...]`.
-      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
-        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
-      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
-        known while tracing.
-      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
-        result is undefined.
-      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
-        count the segments of all devices, and each gets all of them.
+      segment_ids: integers `[N]`, as for `segment_sum`.
+      num_segments: the number of segments or None, as for `segment_sum`.
+      where: booleans `[N]` or of the shape of `data`, as for `segment_sum`.
+      indices_are_sorted: a bool, as for `segment_sum`.
+      axis_name: a mesh axis or several, as for `segment_sum`.
 
     Returns:
       The maxima `[num_segments, ...]`, of the dtype of `data`; an empty segment's is -inf, or the lowest integer. A NaN
       shows in its own segment alone. Equal largest elements share the gradient, which is exactly 0 at masked ones.
 
     Raises:
-      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
-        and the ids are traced.
-      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
-        an id out of range.
+      TypeError, ValueError: as `segment_sum`; also if `data` is complex.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -81,25 +74,18 @@ def segment_min(
 
     Args:
       data: a real array `[N, ...]`.
-      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
-        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
-      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
-        known while tracing.
-      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
-        result is undefined.
-      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
-        count the segments of all devices, and each gets all of them.
+      segment_ids: integers `[N]`, as for `segment_sum`.
+      num_segments: the number of segments or None, as for `segment_sum`.
+      where: booleans `[N]` or of the shape of `data`, as for `segment_sum`.
+      indices_are_sorted: a bool, as for `segment_sum`.
+      axis_name: a mesh axis or several, as for `segment_sum`.
 
     Returns:
       The minima `[num_segments, ...]`, of the dtype of `data`; an empty segment's is +inf, or the highest integer. A
       NaN shows in its own segment alone. Equal smallest elements share the gradient, which is exactly 0 at masked ones.
 
     Raises:
-      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
-        and the ids are traced.
-      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
-        an id out of range.
+      TypeError, ValueError: as `segment_sum`; also if `data` is complex.
 
     Example:
       >>> import jax.numpy as jnp, masksafe

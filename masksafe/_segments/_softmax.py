@@ -33,25 +33,18 @@ def segment_logsumexp(
 
     Args:
       data: floats `[N, ...]`; integers become floats.
-      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
-        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
-      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
-        known while tracing.
-      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
-        result is undefined.
-      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
-        count the segments of all devices, and each gets all of them.
+      segment_ids: integers `[N]`, as for `segment_sum`.
+      num_segments: the number of segments or None, as for `segment_sum`.
+      where: booleans `[N]` or of the shape of `data`, as for `segment_sum`.
+      indices_are_sorted: a bool, as for `segment_sum`.
+      axis_name: a mesh axis or several, as for `segment_sum`.
 
     Returns:
       The logarithms `[num_segments, ...]`, of the dtype of `data`; float16 and bfloat16 are computed in float32 and
       rounded once. A NaN shows in its own segment alone. The gradient with respect to a masked element is exactly 0.
 
     Raises:
-      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
-        and the ids are traced.
-      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
-        an id out of range.
+      TypeError, ValueError: as `segment_sum`; also if `data` is complex.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -83,15 +76,11 @@ def segment_softmax(
 
     Args:
       data: floats `[N, ...]`, such as the logits `[edges, heads]` of an attention over a graph; integers become floats.
-      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
-        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
-      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
-        known while tracing.
-      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
-        result is undefined.
-      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
-        count the segments of all devices; each gets its own rows.
+      segment_ids: integers `[N]`, as for `segment_sum`.
+      num_segments: the number of segments or None, as for `segment_sum`.
+      where: booleans `[N]` or of the shape of `data`, as for `segment_sum`.
+      indices_are_sorted: a bool, as for `segment_sum`.
+      axis_name: a mesh axis or several, as for `segment_sum`, but each device gets the results of its own rows.
 
     Returns:
       An array of the shape and dtype of `data`; float16 and bfloat16 are computed in float32 and rounded once. The
@@ -99,10 +88,7 @@ def segment_softmax(
       is. The gradient with respect to a masked element is exactly 0.
 
     Raises:
-      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
-        and the ids are traced.
-      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
-        an id out of range.
+      TypeError, ValueError: as `segment_sum`; also if `data` is complex.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -134,15 +120,11 @@ def segment_log_softmax(
 
     Args:
       data: floats `[N, ...]`; integers become floats.
-      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
-        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
-      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
-        known while tracing.
-      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
-        result is undefined.
-      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
-        count the segments of all devices; each gets its own rows.
+      segment_ids: integers `[N]`, as for `segment_sum`.
+      num_segments: the number of segments or None, as for `segment_sum`.
+      where: booleans `[N]` or of the shape of `data`, as for `segment_sum`.
+      indices_are_sorted: a bool, as for `segment_sum`.
+      axis_name: a mesh axis or several, as for `segment_sum`, but each device gets the results of its own rows.
 
     Returns:
       An array of the shape and dtype of `data`; float16 and bfloat16 are computed in float32 and rounded once. The
@@ -150,10 +132,7 @@ def segment_log_softmax(
       is. The gradient with respect to a masked element is exactly 0.
 
     Raises:
-      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
-        and the ids are traced.
-      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
-        an id out of range.
+      TypeError, ValueError: as `segment_sum`; also if `data` is complex.
 
     Example:
       >>> import jax.numpy as jnp, masksafe

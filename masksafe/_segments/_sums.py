@@ -88,17 +88,12 @@ def segment_mean(
 
     Args:
       data: an array `[N, ...]`; integers and booleans are averaged as floats.
-      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
-        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
-      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
-        known while tracing.
-      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      weights: non-negative numbers `[N]` or of the shape of `data`; None means 1. An element of weight 0 takes no part,
-        even if it is NaN; a negative weight is NaN.
-      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
-        result is undefined.
-      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
-        count the segments of all devices, and each gets all of them.
+      segment_ids: integers `[N]`, as for `segment_sum`.
+      num_segments: the number of segments or None, as for `segment_sum`.
+      where: booleans `[N]` or of the shape of `data`, as for `segment_sum`.
+      weights: numbers `[N]` or of the shape of `data`, as for `segment_sum`.
+      indices_are_sorted: a bool, as for `segment_sum`.
+      axis_name: a mesh axis or several, as for `segment_sum`.
 
     Returns:
       The means `[num_segments, ...]`, of the dtype of the product of `data` and `weights`; float16 and bfloat16
@@ -106,10 +101,7 @@ def segment_mean(
       masked element is exactly 0.
 
     Raises:
-      TypeError: if `segment_ids` are not integers, `where` is not boolean, or `num_segments` is None and the ids
-        are traced.
-      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
-        an id out of range.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe

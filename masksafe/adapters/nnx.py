@@ -172,7 +172,7 @@ class Mean(nnx.Metric):  # type: ignore[misc]
     """The mean of the unmasked elements of all batches, as a `masksafe.MaskedMean`: `flax.nnx.metrics.Average`.
 
     Batches count by their unmasked elements, and what a masked element holds changes nothing (flax multiplies by the
-    mask, and 0 times NaN is NaN). The number of elements is exact up to 2**47. Before the first element the mean is 0.
+    mask, and 0 times NaN is NaN). The number of elements is a float32. Before the first element the mean is 0.
 
     Args:
       argname: the name of the argument of `update` that holds the array. The mask broadcasts to its shape; True or
@@ -192,7 +192,7 @@ class Mean(nnx.Metric):  # type: ignore[misc]
 
     def __init__(self, argname: str = "values"):
         self.argname = argname
-        self.mean = nnx.metrics.MetricState(MaskedMean(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)))
+        self.mean = nnx.metrics.MetricState(MaskedMean(0.0, 0))
 
     def reset(self) -> None:
         """Forgets all batches."""
@@ -227,7 +227,6 @@ class Accuracy(Mean):
     def __init__(self, threshold: float | None = None):
         super().__init__()
         self.threshold = threshold
-        self.mean.set_value(MaskedMean(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)))
 
     def update(self, *, logits: ArrayLike, labels: ArrayLike, mask: ArrayLike | None = None, **_: Any) -> None:  # type: ignore[override]
         """Adds the labels of a batch."""

@@ -52,6 +52,12 @@ def as_tuple(results):
     return results if isinstance(results, tuple) else (results,)
 
 
+def rows_times_matrices(where, x, matrices, groups):
+    out = np.zeros((len(x), matrices.shape[2]))
+    out[where] = np.einsum("mk,mkn->mn", x[where], matrices[groups[where]])
+    return (out,)
+
+
 # Elementwise losses.
 
 

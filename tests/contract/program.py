@@ -161,7 +161,7 @@ def value_and_gradients(key: str, where: Any, args: Any, cotangents: Any, **opti
     return outputs, pull_back(cotangents)
 
 
-OTHERWISE_SPLIT = "dot_product_attention", "merge_attention"  # by tests of their own
+OTHERWISE_SPLIT = "dot_product_attention", "merge_attention", "ragged_dot"  # by tests of their own
 
 
 def may_be_split(op: Op) -> bool:

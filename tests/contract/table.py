@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import definitions as of
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -137,6 +138,7 @@ CLASS_BIAS, TARGET_BIAS = LOSS_RNG.normal(size=(2, 5)).astype(np.float32)
 TOKEN_WEIGHTS, CLASS_WEIGHTS = (LOSS_RNG.uniform(0.2, 2, n).astype(np.float32) for n in (ROWS, 5))
 SOME_CLASSES = np.array([True, True, False, True, True])
 PADDED = np.arange(5) < 4  # the last class is padding of the vocabulary
+GROUPS, MATRICES = np.array([3, 1, 0, 3, 4, 0], np.int32), LOSS_RNG.normal(size=(5, CLASSES, 3)).astype(np.float32)
 LINEAR_OPTIONS = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
 
 
@@ -360,6 +362,17 @@ def _linear_divergence(direction: str) -> Op:
 def _top_k_divergence_without_rest(*args: Any, where: Any = None) -> Any:
     options = {"rest": "drop", "direction": "reverse", "reduction": "none", "block_size": 2}
     return losses.linear_kl_divergence_with_top_k_targets(*args, where=where, **options)
+
+
+def _ragged_dot(where: Any, x: Any, matrices: Any, groups: Any) -> Any:
+    """Of rows in any order: masked ones are moved behind the groups."""
+    number = matrices.shape[0]
+    groups = groups if where is None else jnp.where(where, groups, number)
+    order = jnp.argsort(groups)
+    sizes = jnp.sum(groups[None] == jnp.arange(number, dtype=groups.dtype)[:, None], 1)
+    with jax.debug_nans(False):  # a masked row may be NaN before the op
+        x = jnp.asarray(x)[order]
+    return masksafe.ragged_dot(x, matrices, sizes)[jnp.argsort(order)]
 
 
 _with_entropy = functools.partial(losses.log_probs, with_entropy=True)
@@ -713,6 +726,7 @@ OPS = {
         of.load_balance,
     ),
     "router_z_loss": _by_row(losses.router_z_loss, lambda x: of.logsumexp(x) ** 2, (X,), "row"),
+    "ragged_dot": Op(_ragged_dot, (X, MATRICES, GROUPS), ("row", "whole", "row"), SOME_ROWS, of.rows_times_matrices),
     "mask_where": Op(
         lambda w, x: masksafe.mask_where(~w, x, np.zeros((), x.dtype)),
         (X,),

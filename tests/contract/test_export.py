@@ -27,7 +27,7 @@ def size_of(key, axis, n):
     """A symbol, where the op takes one; of a variant, whose options may be arrays, only the number of rows is one."""
     name = OPS[key].name
     is_fixed = n < 3 or (name == "dot_product_attention" and axis == 3) or (key != name and n != len(OPS[key].where))
-    is_fixed |= name.startswith("segment_") and n == SEGMENTS_OF_ROWS
+    is_fixed |= name.startswith(("segment_", "ragged_dot")) and n == SEGMENTS_OF_ROWS
     return str(n) if is_fixed else f"2 * half_of_{n}" if name == "group_norm" else f"n{n}"
 
 

@@ -18,7 +18,7 @@ def refused(key, kind, text, where=None, args=None, **options):
 
 # In the table the masks of these are computed from the mask, or go to a function that has a name of its own.
 WITHOUT = {"make_fenchel_young_loss", "MaskedMean", "ctc_loss", "ctc_loss_with_forward_probs"}
-WITHOUT |= {"mask_where", "merge_attention"}
+WITHOUT |= {"mask_where", "merge_attention", "ragged_dot"}
 OTHER_NAMES = {"dot_product_attention": "mask", "apply_where": "cond"}
 
 

@@ -52,12 +52,10 @@ def test_parts_add_up_to_the_whole():
     np.testing.assert_allclose(by_row.value, masksafe.mean(x, 1, where, weights=weights), rtol=1e-6)
 
 
-def test_nothing_is_0_and_counts_are_exact():
+def test_nothing_is_0():
     nothing = MaskedMean.of(np.full(3, np.nan), np.zeros(3, bool))
     assert (nothing.value, nothing.total, nothing.count) == (0, 0, 0)
     assert jax.grad(lambda x: MaskedMean.of(x, x > 9).value)(1.0) == 0
-    many = MaskedMean(jnp.array(2**24), jnp.array(2**24)) + MaskedMean.of(np.ones(1, bool))
-    assert (many.count, many.total) == (2**24 + 1, 2**24 + 1)
     assert MaskedMean.of(np.array([True, False, True])).value == np.float32(2 / 3)
 
 
@@ -83,38 +81,27 @@ def added_in_turn(mean, times):
     return jax.jit(lambda mean: lax.scan(lambda total, _: (total + mean, None), zero, length=times)[0])(mean)
 
 
-def exact_count(mean, expected):
-    """The count minus `expected`, which 32 bits may be unable to hold."""
-    return (mean + MaskedMean(0.0, -expected)).count
-
-
-def test_counts_are_exact_beyond_32_bits():
-    part = MaskedMean(jnp.array(4e9), jnp.array(2_000_000_000))
-    assert (part + part).value == 2
-    assert (part + part).count == 2**31 - 1  # what its dtype can hold
-    many = added_in_turn(MaskedMean(jnp.array(3e9), jnp.array(2_000_000_001)), 1000)
-    assert exact_count(many, 2_000_000_001_000) == 0
-    np.testing.assert_allclose(many.value, 1.5, rtol=1e-5)  # its total is a float, rounded a thousand times
-    of_true = added_in_turn(MaskedMean(jnp.array(2**30 + 1), jnp.array(2**31 - 1)), 5)  # totals of booleans
-    assert exact_count(MaskedMean(of_true.value, of_true.total), 2**31 - 1) == 0
-    np.testing.assert_allclose(of_true.value, 0.5, rtol=1e-6)
+def test_counts_are_floats_exact_up_to_2_to_the_24th():
+    part = MaskedMean(1, 1)
+    assert (MaskedMean(0, 2**24 - 1) + part).count == (MaskedMean(0, 2**24) + part).count == 2**24
     for count in (3_000_000_000, np.int64(3_000_000_000), np.full((), 3_000_000_000)):
         assert MaskedMean(6e9, count).value == 2
-        assert exact_count(MaskedMean(0.0, count), 3_000_000_000) == 0
-    assert (MaskedMean(-70_000, 7) + MaskedMean(-5, 1)).total == -70_005
+    x = jnp.broadcast_to(True, 2**24 + 10)  # counted as integers, rounded once
+    assert (MaskedMean.of(x).total, MaskedMean.of(x).count) == (2**24 + 10, 2**24 + 10)
+    many = added_in_turn(MaskedMean(jnp.array(3e9), jnp.array(2_000_000_001)), 1000)
+    np.testing.assert_allclose([many.value, many.count], [1.5, 2e12], rtol=1e-4)  # rounded a thousand times
 
 
-def test_counts_are_exact_over_devices():
+def test_a_mean_over_devices_is_a_tree_of_specs():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    counts = 2_000_000_000 + np.arange(8)
+    counts = 2_000 + np.arange(8)
     for psum in (lambda mean: mean.psum("data"), lambda mean: lax.psum(mean + MaskedMean(0.0, 0), "data")):
         over_devices = jax.shard_map(
             lambda count, psum=psum: psum(MaskedMean(2.0 * count[0], count[0])),
             mesh=mesh, in_specs=P("data"), out_specs=MaskedMean(P(), P()),
         )  # fmt: skip
         mean = jax.jit(over_devices)(counts)
-        assert exact_count(mean, 16_000_000_028) == 0
-        assert mean.value == 2
+        assert (mean.value, mean.count) == (2, 16_028)
 
 
 def test_arrays_of_the_pytree_add_up_and_average_like_numbers():
@@ -122,6 +109,15 @@ def test_arrays_of_the_pytree_add_up_and_average_like_numbers():
     means = jax.vmap(lambda count: MaskedMean(count / 4, count) + MaskedMean(0.0, 0))(counts)
     for reduced in (jnp.sum, jnp.mean):
         np.testing.assert_allclose(jax.tree.map(reduced, means).value, 0.25, rtol=1e-6)
+    axes = jax.tree.map(lambda _: 0, means)
+    np.testing.assert_allclose(jax.vmap(lambda mean: mean.value, in_axes=(axes,))(means), 0.25, rtol=1e-6)
+
+
+def test_is_a_number_where_one_is_wanted():
+    mean = MaskedMean(7, 2)
+    assert (float(mean), f"{mean:.2f}", f"{mean}") == (3.5, "3.50", "MaskedMean(total=7.0, count=2.0)")
+    with pytest.raises(TypeError, match="scalar"):
+        float(MaskedMean([1.0, 2.0], 1))
 
 
 def test_totals_of_floats_are_sums_in_float32():
@@ -163,15 +159,17 @@ def test_sum_of_a_list():
     assert MaskedMean.sum(parts[:1]).value == 1
     with pytest.raises(TypeError, match="unsupported operand"):
         MaskedMean(1, 1) + 3
+    metrics = MaskedMean.sum({"loss": part, "twice": part + part} for part in parts)
+    assert (metrics["loss"].value, metrics["twice"].count) == (4, 10)
 
 
 def test_trees_of_something_else():
     shapes = jax.eval_shape(lambda x: MaskedMean.of(x, axis=1), jnp.ones((3, 4)))
-    assert (shapes.total.shape, shapes.total.dtype, shapes.count.dtype) == ((3,), jnp.float32, jnp.int32)
+    assert (shapes.total.shape, shapes.total.dtype, shapes.count.dtype) == ((3,), jnp.float32, jnp.float32)
     specs = jax.tree.map(lambda _: P("a"), shapes)
     assert specs.total == specs.count == P("a")
     assert "MaskedMean(total=P('a'" in repr(specs)
-    assert repr(MaskedMean(1.5, 2)) == "MaskedMean(total=1.5, count=2)"
+    assert repr(MaskedMean(1.5, 2)) == "MaskedMean(total=1.5, count=2.0)"
     mean = MaskedMean(jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((), "int32"))
     assert jax.eval_shape(lambda mean: (mean + mean).value, mean).dtype == "float32"
     gradient = jax.grad(lambda mean: mean.value)(MaskedMean(jnp.float32(3), jnp.float32(2)))
@@ -215,7 +213,7 @@ def test_gradient_over_devices_is_that_of_the_whole(axes, options):
     program = on_devices.lower(PARAMS, FEATURES, LABELS).compile()
     actual = program(PARAMS, FEATURES, LABELS)
     chex.assert_trees_all_close(actual, of_the_whole(), rtol=1e-5, atol=1e-6)
-    assert program.as_text().count(" all-reduce(") == 2  # of the sums of all micro-batches: floats, and the count
+    assert program.as_text().count(" all-reduce(") == 1  # of the sums of all micro-batches
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, forms(AxisType.Auto)], ids=str)
@@ -333,7 +331,7 @@ def test_mean_in_aux_is_that_of_all_parts_and_devices():
     assert (aux["is 2"].total, aux["is 2"].count) == (np.sum(LABELS == 2), np.sum(live))
     np.testing.assert_allclose(aux["columns"].value, FEATURES[live].mean(0), rtol=1e-5)
     assert aux["rows"].shape == (8,)
-    assert program.as_text().count(" all-reduce(") == 2
+    assert program.as_text().count(" all-reduce(") == 1
 
 
 @pytest.mark.forms
@@ -482,7 +480,7 @@ BAD_ARGUMENTS = [
     ),
     ({"fn": lambda x: x}, (1.0,), TypeError, "fn: got a function that returns"),
     ({"fn": lambda p: (MaskedMean(p, 1), p)}, (1.0,), TypeError, "Write has_aux=True"),
-    ({"fn": lambda p: MaskedMean(3, p)}, (1.0,), TypeError, "total has dtype int32"),
+    ({"fn": lambda p: MaskedMean(1j, p)}, (1.0,), TypeError, "total has dtype complex64"),
     ({"fn": lambda x: MaskedMean(x, x)}, (jnp.ones(2),), ValueError, "total has shape"),
     ({"fn": lambda x: MaskedMean.of(x)}, (3,), TypeError, "dtype int32; expected a float"),
 ]
@@ -499,4 +497,4 @@ def test_counts_do_not_wrap_over_many_micro_batches():
         return MaskedMean(jnp.sum(x * weight), jnp.int32(65535))
 
     value, _ = jax.jit(value_and_grad_of_mean(loss, microbatches=40000))(jnp.float32(1), jnp.ones(40000))
-    np.testing.assert_allclose(value, 1 / 65535, rtol=1e-5)
+    np.testing.assert_allclose(value, 1 / 65535, rtol=1e-4)

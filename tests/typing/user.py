@@ -97,7 +97,7 @@ def means() -> None:
     assert_type(sum(parts[1:], parts[0]), MaskedMean)
     assert_type(parts[0] + parts[1], MaskedMean)
     assert_type(parts[0].psum("data").value, jax.Array)
-    MaskedMean.sum([X])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
+    MaskedMean.sum([X])  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
 
     step = masksafe.value_and_grad_of_mean(mean_loss, microbatches=2, axis_name="data")
     value, gradients = step({"kernel": X}, X, factor=2)

@@ -1,0 +1,163 @@
+"""ragged_dot: what its sizes mean, and what JAX's own op leaves open."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import masksafe
+
+RNG = np.random.default_rng(0)
+ROWS, WIDTH, OUT = 12, 4, 3
+SIZES = np.array([3, 0, 4, 2, 0])  # three rows of padding
+X, W = (RNG.normal(size=shape).astype(np.float32) for shape in ((ROWS, WIDTH), (len(SIZES), WIDTH, OUT)))
+D_OUT = RNG.normal(size=(ROWS, OUT)).astype(np.float32)
+GROUPS = np.repeat(np.arange(len(SIZES)), SIZES)
+POLLUTED = np.where(np.arange(ROWS)[:, None] < SIZES.sum(), X, np.nan)
+WITH_BAD_EMPTY = np.where(SIZES[:, None, None] > 0, W, np.inf)
+
+
+def gradients(x, w, sizes=SIZES, d_out=D_OUT):
+    return jax.jit(jax.grad(lambda x, w: jnp.sum(masksafe.ragged_dot(x, w, sizes) * d_out), (0, 1)))(x, w)
+
+
+def test_is_the_product_of_each_group():
+    expected = np.einsum("mk,mkn->mn", X[: len(GROUPS)], W[GROUPS])
+    out = masksafe.ragged_dot(POLLUTED, WITH_BAD_EMPTY, SIZES)
+    np.testing.assert_allclose(out[: len(GROUPS)], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(out[len(GROUPS) :], 0)
+
+
+def test_padding_and_empty_groups_have_gradients_of_0_and_change_none():
+    clean, dirty = gradients(X, W), gradients(POLLUTED, WITH_BAD_EMPTY)
+    jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+    assert not clean[0][len(GROUPS) :].any()
+    assert not clean[1][SIZES == 0].any()
+
+
+def test_a_cotangent_of_padding_changes_nothing():
+    d_out = np.where(np.arange(ROWS)[:, None] < len(GROUPS), D_OUT, np.nan)
+    jax.tree.map(np.testing.assert_array_equal, gradients(X, W), gradients(X, W, d_out=d_out))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_bad_in_a_row_shows_there_and_in_the_matrix_of_its_group(bad):
+    x = X.copy()
+    x[4, 1] = bad
+    is_bad = ~np.isfinite(masksafe.ragged_dot(x, W, SIZES)).all(1)
+    np.testing.assert_array_equal(np.flatnonzero(is_bad), [4])
+    d_x, d_w = gradients(x, W)
+    np.testing.assert_array_equal(np.flatnonzero(np.isnan(d_x).any(1)), [4])
+    np.testing.assert_array_equal(np.flatnonzero(np.isnan(d_w).any((1, 2))), [2])
+    d_out = np.where(np.arange(ROWS)[:, None] == 4, 0, D_OUT)  # a loss that masks the row
+    assert all(np.isfinite(d).all() for d in gradients(x, W, d_out=d_out))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_bad_in_a_matrix_shows_in_its_column_of_its_rows(bad):
+    w = W.copy()
+    w[2, 1, 1] = bad
+    out = np.asarray(masksafe.ragged_dot(X, w, SIZES))
+    np.testing.assert_array_equal(np.argwhere(~np.isfinite(out)), [[3, 1], [4, 1], [5, 1], [6, 1]])
+    d_x, d_w = gradients(X, w)
+    np.testing.assert_array_equal(np.flatnonzero(np.isnan(d_x).any(1)), [3, 4, 5, 6])
+    np.testing.assert_array_equal(np.flatnonzero(np.isnan(d_w).any((1, 2))), [2])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first_bad_row"),
+    [
+        ([3, 0, 4, 9, 0], 7),
+        ([3, -1, 4, 2, 0], 3),
+        ([13, 0, 0, 0, 0], 0),
+        ([2**31 - 1] * 5, 0),
+        ([3, 9, 0, 0, 0], ROWS),
+        ([0] * 5, ROWS),
+    ],
+)
+def test_sizes_that_do_not_fit_are_nan_from_their_group_on(sizes, first_bad_row):
+    sizes = np.array(sizes)
+    is_bad = np.arange(ROWS) >= first_bad_row
+    np.testing.assert_array_equal(np.isnan(masksafe.ragged_dot(X, W, sizes)), np.broadcast_to(is_bad[:, None], (12, 3)))
+    d_x, d_w = gradients(X, W, sizes)
+    np.testing.assert_array_equal(np.isnan(d_x).all(1), is_bad)
+    assert np.isfinite(d_w).all()
+    with masksafe.label_checks("raise"):
+        if is_bad.any():
+            with pytest.raises(ValueError, match="group_sizes are negative, or reach beyond the 12 rows of lhs"):
+                masksafe.ragged_dot(X, W, sizes)
+        else:
+            masksafe.ragged_dot(X, W, sizes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_are_rounded_once(dtype):
+    x, w = (np.tile(a, (1,) * (a.ndim - 2) + (16, 1)[:: 1 if a.ndim == 3 else -1]) for a in (X, W))
+    x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+    wide = masksafe.ragged_dot(x.astype("float32"), w.astype("float32"), SIZES)
+    out = masksafe.ragged_dot(x, w, SIZES)
+    assert out.dtype == jax.lax.ragged_dot(x, w, jnp.asarray(SIZES)).dtype == dtype
+    tolerance = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(out.astype("float32"), wide, rtol=tolerance, atol=1e-4)
+    assert masksafe.ragged_dot(x, w, SIZES, preferred_element_type=jnp.float32).dtype == jnp.float32
+
+
+def test_derivatives_in_both_modes():
+    loss = lambda x, w: jnp.sum(jnp.sin(masksafe.ragged_dot(x, w, SIZES)) * D_OUT)  # noqa: E731
+    grad, at, along = jax.grad(loss, (0, 1)), (POLLUTED, WITH_BAD_EMPTY), (X, W)
+    forward = jax.jvp(grad, at, along)[1]
+    reverse = jax.grad(lambda *at: sum(map(jnp.vdot, grad(*at), along)), (0, 1))(*at)
+    for a, b in zip(forward, reverse, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    with masksafe.forward_mode():
+        tangent = jax.jvp(loss, at, along)[1]
+    np.testing.assert_allclose(tangent, sum(map(jnp.vdot, grad(X, W), along)), rtol=1e-4)
+
+
+def test_a_vmap_over_all_arguments():
+    x, w, sizes = np.stack([X, -X]), np.stack([W, W[::-1]]), np.stack([SIZES, SIZES[::-1]])
+    out = jax.vmap(masksafe.ragged_dot)(x, w, sizes)
+    for got, *args in zip(out, x, w, sizes, strict=True):
+        np.testing.assert_allclose(got, masksafe.ragged_dot(*args), rtol=1e-5, atol=1e-6)
+
+
+def test_no_rows_no_width_and_no_groups():
+    assert masksafe.ragged_dot(X[:0], W, 0 * SIZES).shape == (0, OUT)
+    for out in (masksafe.ragged_dot(X[:, :0], W[:, :0], SIZES), masksafe.ragged_dot(X, W[:0], SIZES[:0])):
+        np.testing.assert_array_equal(out, np.zeros((ROWS, OUT)))
+
+
+def test_rows_of_an_explicit_mesh_are_refused_and_those_of_shard_map_are_not():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    rows = PartitionSpec("data")
+    with jax.set_mesh(mesh):
+        x, sizes = (
+            jax.device_put(a, jax.NamedSharding(mesh, rows)) for a in (X, np.array([3, 1, 2, 0, 0, 0, 5, 0, 1, 0]))
+        )
+        with pytest.raises(ValueError, match=r"split over a mesh; expected whole arrays. Call it inside jax.shard_map"):
+            masksafe.ragged_dot(x, W, SIZES)
+        w = jax.device_put(W, jax.NamedSharding(mesh, PartitionSpec()))
+        on_devices = jax.shard_map(masksafe.ragged_dot, in_specs=(rows, PartitionSpec(), rows), out_specs=rows)
+        d_w = jax.jit(jax.grad(lambda w: jnp.sum(on_devices(x, w, sizes))))(w)
+        out = jax.jit(on_devices)(x, w, sizes)
+    halves = [(X[:6], np.array([3, 1, 2, 0, 0])), (X[6:], np.array([0, 5, 0, 1, 0]))]
+    expected = np.concatenate([masksafe.ragged_dot(x, W, s) for x, s in halves])
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    assert np.isfinite(d_w).all()
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "match"),
+    [
+        ((X[0], W, SIZES), ValueError, r"ragged_dot: lhs: got shape \(4,\); expected \[M, K\]"),
+        ((X, W[0], SIZES), ValueError, r"ragged_dot: rhs: got shape \(4, 3\); expected \[G, K, N\] with K = 4"),
+        ((X, W[:, 1:], SIZES), ValueError, "ragged_dot: rhs: got shape"),
+        ((X, W, SIZES[1:]), ValueError, r"ragged_dot: group_sizes: got shape \(4,\); expected shape \(5,\)"),
+        ((X, W, np.float32(SIZES)), TypeError, "ragged_dot: group_sizes: got dtype float32"),
+        ((np.int32(X), W, SIZES), TypeError, "ragged_dot: lhs: got dtype int32"),
+    ],
+)
+def test_bad_arguments_are_refused(args, error, match):
+    with pytest.raises(error, match=match):
+        masksafe.ragged_dot(*args)
