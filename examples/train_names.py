@@ -8,31 +8,25 @@ names have different lengths, and most functions have no docstring at all, so th
     python examples/train_names.py --checks checkify  # every label is checked; or --checks raise
 """
 
-import argparse
 import ast
 import collections
 import dataclasses
 import functools
 import re
-import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import shared
 from jax.experimental import checkify
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import masksafe
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 Params = dict[str, Any]
 
@@ -79,15 +73,8 @@ class Functions(NamedTuple):
 
 def read_functions() -> list[tuple[str, str]]:
     """The first paragraph of the docstring, which may be empty, and the name of every function."""
-    library = Path(sysconfig.get_paths()["stdlib"])
     found = []
-    for path in sorted(library.rglob("*.py")):
-        if {"site-packages", "test", "tests", "idle_test"} & set(path.parts):
-            continue
-        try:
-            tree = ast.parse(path.read_bytes())
-        except SyntaxError:
-            continue  # some tools of the library ship samples of bad source
+    for tree, _ in shared.library_sources():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
@@ -105,10 +92,6 @@ def count_words(functions: list[tuple[str, str]]) -> dict[str, int]:
     return {word: FIRST + i for i, (word, _) in enumerate(counts.most_common(WORDS - FIRST))}
 
 
-def spell(name: str) -> list[int]:
-    return [FIRST + ord(c) - 32 if 32 <= ord(c) < 127 else UNKNOWN for c in name]
-
-
 def read(tokens: np.ndarray) -> str:
     text = tokens[: list(tokens).index(END)] if END in tokens else tokens
     return "".join(chr(t - FIRST + 32) for t in text if t >= FIRST)
@@ -120,7 +103,7 @@ def tokenise(functions: list[tuple[str, str]], words: dict[str, int], config: Co
     inputs, labels = np.full(shape, PAD), np.full(shape, IGNORED)
     for i, (docstring, name) in enumerate(functions):
         text = [words.get(word, UNKNOWN) for word in split_words(docstring)][: config.docstring_length]
-        target = [*spell(name), END][: config.name_length]
+        target = [*(FIRST + ord(c) - 32 if 32 <= ord(c) < 127 else UNKNOWN for c in name), END][: config.name_length]
         docstrings[i, : len(text)] = text
         inputs[i, : len(target)] = [START, *target[:-1]]
         labels[i, : len(target)] = target
@@ -303,12 +286,11 @@ def train(
 
     report(0)
     steps = stop or config.steps
-    with make_progress(console) as progress:
-        task = progress.add_task("training", total=steps)
+    with shared.progress("training", steps, console) as advance:
         for step, batch in zip(range(1, steps + 1), batches(data, config), strict=False):
             params, state, value = train_step(params, state, batch)
             losses.append(float(value))
-            progress.update(task, advance=1, description=f"loss {losses[-1]:.3f}")
+            advance(f"loss {losses[-1]:.3f}")
             if step % config.evaluate_every == 0 or step == steps:
                 report(step)
     return History(params, losses, scores)
@@ -327,11 +309,6 @@ def with_label_checks(step: Callable[..., Any], mode: str) -> Callable[..., Any]
         return result
 
     return run
-
-
-def make_progress(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=console)
 
 
 # Using the result.
@@ -357,18 +334,6 @@ def predict(params: Params, docstrings: np.ndarray, config: Config, temperature:
     return [read(name[1:]) for name in np.asarray(names)]
 
 
-def print_predictions(
-    params: Params, functions: list[tuple[str, str]], words: dict[str, int], config: Config, console: Console
-) -> None:
-    with_docstring = [f for f in functions if 20 < len(f[0]) < 80][:9]
-    shown = with_docstring + [f for f in functions if not f[0]][:3]
-    table = Table("docstring", "name", "prediction", title="Held-out functions")
-    predictions = predict(params, tokenise(shown, words, config).docstrings, config)
-    for (docstring, name), prediction in zip(shown, predictions, strict=True):
-        table.add_row(docstring or "[dim](none: all padding)[/dim]", name, prediction)
-    console.print(table)
-
-
 def plot(histories: dict[str, History], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for (name, history), style in zip(histories.items(), ("o-", "x--", "+:"), strict=False):
@@ -381,7 +346,7 @@ def plot(histories: dict[str, History], path: Path) -> None:
     axes.set(xlabel="step", ylabel="cross-entropy per character (nats)", title="A function's name from its docstring")
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    shared.save(figure, path)
 
 
 COMPARED_STEPS = 100
@@ -395,11 +360,9 @@ def compare_with_optax(
     for name, loss in {"optax": optax_loss, "optax, with care": careful_optax_loss}.items():
         console.rule(name)
         theirs[name] = train(loss, data, held_out, config, console, min(COMPARED_STEPS, config.steps))
-    table = Table("step", "masksafe", *theirs, title="Training loss")
-    for step in (1, 2, 3, 10, COMPARED_STEPS):
-        if step <= config.steps:
-            table.add_row(str(step), *(f"{run.losses[step - 1]:.4f}" for run in (ours, *theirs.values())))
-    console.print(table)
+    steps = [step for step in (1, 2, 3, 10, COMPARED_STEPS) if step <= config.steps]
+    rows = ([str(n), *(f"{run.losses[n - 1]:.4f}" for run in (ours, *theirs.values()))] for n in steps)
+    shared.show("Training loss", ["step", "masksafe", *theirs], rows, console)
     console.print(
         "optax: (losses * weights).sum() / weights.sum(). The labels of padding are -100, their loss is NaN, and "
         "NaN * 0 is NaN:\nthe loss on display is NaN at every step, although the model learns."
@@ -407,23 +370,13 @@ def compare_with_optax(
     return theirs
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compare", choices=["optax"], help="also train with optax's loss as it is often written")
-    parser.add_argument("--steps", type=int, default=Config.steps, help="default: %(default)s")
-    parser.add_argument(
-        "--checks", choices=["off", "checkify", "raise"], default="off", help="label checks; default: %(default)s"
-    )
-    parser.add_argument("--seed", type=int, default=Config.seed, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
-    return parser.parse_args()
-
-
 def main() -> None:
-    arguments = parse_arguments()
+    parser = shared.parser_of(__doc__, steps=Config.steps, seed=Config.seed)
+    parser.add_argument("--compare", choices=["optax"], help="also train with optax's loss as it is often written")
+    text = "label checks; default: %(default)s"
+    parser.add_argument("--checks", choices=["off", "checkify", "raise"], default="off", help=text)
+    arguments, console = parser.parse_args(), Console()
     config = Config(steps=arguments.steps, seed=arguments.seed, checks=arguments.checks)
-    console = Console()
-    arguments.output.mkdir(parents=True, exist_ok=True)
 
     functions = read_functions()
     np.random.default_rng(config.seed).shuffle(functions)
@@ -434,14 +387,16 @@ def main() -> None:
     console.print(f"{len(functions)} functions, {empty:.0%} of them without a docstring")
 
     histories = {"masksafe": train(masksafe_loss, data, held_out, config, console)}
-    params = histories["masksafe"].params
-
+    arguments.output.mkdir(parents=True, exist_ok=True)
     checkpoint = arguments.output / "train_names.npz"
-    save(params, checkpoint)
+    save(histories["masksafe"].params, checkpoint)
     params = load(checkpoint, config)
     value, accuracy = map(float, evaluate(params, held_out, config.heads))
     console.print(f"loaded {checkpoint}: held-out loss {value:.4f}, accuracy {accuracy:.1%}")
-    print_predictions(params, held_out_functions, words, config, console)
+    shown = [f for f in held_out_functions if 20 < len(f[0]) < 80][:9] + [f for f in held_out_functions if not f[0]][:3]
+    names = predict(params, tokenise(shown, words, config).docstrings, config)
+    rows = ((d or "[dim](none: all padding)[/dim]", name, found) for (d, name), found in zip(shown, names, strict=True))
+    shared.show("Held-out functions", ["docstring", "name", "prediction"], rows, console)
 
     if arguments.compare == "optax":
         histories |= compare_with_optax(histories["masksafe"], data, held_out, config, console)

@@ -8,6 +8,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+import shared
 import train_names
 from jax.experimental import checkify
 from rich.console import Console
@@ -97,7 +98,7 @@ def test_the_model_ignores_the_padding_of_its_batch(params, data):
 
 
 def test_functions_are_read_from_the_standard_library(monkeypatch):
-    monkeypatch.setattr(train_names.sysconfig, "get_paths", lambda: {"stdlib": os.path.dirname(json.__file__)})
+    monkeypatch.setattr(shared.sysconfig, "get_paths", lambda: {"stdlib": os.path.dirname(json.__file__)})
     functions = {name: docstring for docstring, name in train_names.read_functions()}
     assert functions["loads"].startswith("Deserialize ``s``")
     assert "" in functions.values()
