@@ -387,7 +387,7 @@ def main() -> None:
     config = Config(steps=arguments.steps, seed=arguments.seed)
     data, held_out_data, prompts, held_out = prepare_data(config)
     console.print(f"{len(data.labels)} functions, whose names the model learns first; {len(prompts.texts)} are prompts")
-    start = train_names.train(train_names.masksafe_loss, data, held_out_data, config.model, console).params
+    start = train_names.train(data, held_out_data, config.model, console).params
 
     trainer = Trainer(start, prompts, config)
     records = {name: trainer.run(name, console) for name in RUNS}
