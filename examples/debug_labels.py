@@ -95,6 +95,7 @@ WAYS: dict[str, Callable[[list[Batch]], list[str]]] = {
 def main() -> None:
     batches = read_batches()
     print(f"Corrupted labels: {CORRUPTED}, in batches of {BATCH_SIZE}. Sample 1500 is masked.")
+    print("JAX logs a traceback for every error of the last way: they are meant, and the example goes on.", flush=True)
     for title, run in WAYS.items():
         print(f"\n{title}")
         for number, text in enumerate(run(batches)):

@@ -11,7 +11,6 @@ memory and multiplies `optax.kl_divergence` by the mask: the loss is the same, t
 shows the losses on held-out functions, and what a step costs.
 """
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -21,17 +20,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import language_model
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import shared
 from flax import nnx
-from language_model import IGNORED, Config, Cost, History, Rows, Trainer
+from language_model import IGNORED, Config, History, Rows, Trainer
 from rich.console import Console
 
 import masksafe
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 TEACHER = Config(vocabulary=8192, length=256, batch_size=8, width=192, layers=2, steps=160, evaluate_every=40)
 STUDENT_WIDTH, STUDENT_LAYERS = 64, 1
@@ -85,7 +82,7 @@ def student_of(config: Config, width: int = STUDENT_WIDTH, layers: int = STUDENT
 
 def train_all(
     config: Config, of_student: Config, data: Rows, held_out: Rows, console: Console
-) -> tuple[dict[str, History], dict[str, Cost]]:
+) -> tuple[dict[str, History], dict[str, shared.Cost]]:
     """Trains the teacher and both students, and compares the steps of distillation."""
 
     def trained(name: str, trainer: Trainer, loss: Any) -> History:
@@ -101,7 +98,7 @@ def train_all(
     return histories, costs
 
 
-def draw(histories: dict[str, History], costs: dict[str, Cost], path: Path) -> None:
+def draw(histories: dict[str, History], costs: dict[str, shared.Cost], path: Path) -> None:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 4), width_ratios=(3, 1, 1), layout="constrained")
     colors = dict(zip(histories, ("black", "firebrick", "deepskyblue"), strict=True))
     for name, history in histories.items():
@@ -120,28 +117,20 @@ def draw(histories: dict[str, History], costs: dict[str, Cost], path: Path) -> N
         bars = ax.bar([name.replace(" and ", "\nand ") for name in costs], values, color=("lightgrey", "deepskyblue"))
         ax.bar_label(bars, fmt="%.0f")
         ax.set(title=f"{title} ({unit})", ylim=(0, 1.15 * max(values)))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    shared.save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=TEACHER.steps, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=TEACHER.seed, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
-    arguments = parser.parse_args()
-    config, console = dataclasses.replace(TEACHER, steps=arguments.steps, seed=arguments.seed), Console()
+    arguments, console = shared.parser_of(__doc__, steps=TEACHER.steps, seed=TEACHER.seed).parse_args(), Console()
+    config = dataclasses.replace(TEACHER, steps=arguments.steps, seed=arguments.seed)
     data, held_out, *_ = language_model.prepare_data(config)
     histories, costs = train_all(config, student_of(config), data, held_out, console)
-
-    language_model.show(costs, console, title="A step of distillation")
+    shared.show_costs({"a step of distillation": costs}, "With each loss", console)
     for name, history in histories.items():
         size = sum(np.size(x) for x in jax.tree.leaves(history.params))
         console.print(f"{name}: {size / 1e6:.1f} M parameters, held-out loss {history.held_out[-1][1]:.4f}")
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    picture = arguments.output / "distill.png"
-    draw(histories, costs, picture)
-    console.print(f"the losses and the costs are in {picture}")
+    draw(histories, costs, arguments.output / "distill.png")
+    console.print(f"the losses and the costs are in {arguments.output / 'distill.png'}")
 
 
 if __name__ == "__main__":

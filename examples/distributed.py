@@ -20,14 +20,9 @@ import argparse
 import contextlib
 import functools
 import json
-import os
-import socket
-import subprocess
 import sys
 import sysconfig
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +30,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import processes
 from jax.experimental import checkify
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from processes import Child, wait_for
 
 import masksafe
 from masksafe.testing import assert_consistent, nonfinite_report
@@ -334,7 +331,7 @@ def write_losses(job: Job, name: str, losses: list[float]) -> None:
 
 def work(arguments: argparse.Namespace) -> None:
     """What one of the processes does."""
-    exit_with_parent()
+    processes.exit_with_parent()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # A process that fails alone ends without waiting long for the others, and they hear of it.
     limits = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
@@ -347,86 +344,16 @@ def work(arguments: argparse.Namespace) -> None:
         sys.exit(str(error).strip().splitlines()[-1])
 
 
-def exit_with_parent() -> None:
-    """Ends this process with the one that started it, however that ends: the pipe between them closes."""
-
-    def wait() -> None:
-        sys.stdin.read()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 # Starting the processes.
 
 
-class Child(NamedTuple):
-    """A process that was started, and what it has written, which is forwarded as it comes."""
-
-    process: subprocess.Popen[str]
-    lines: list[str]
-    reader: threading.Thread
-
-
-def start(command: Sequence[str], environment: dict[str, str], number: int) -> Child:
-    # On stdout gloo tells of each group of devices that it connects, in between the lines of others.
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*command, "--process-id", str(number)], env=environment, text=True, **pipes)
-    lines: list[str] = []
-
-    def forward() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line.rstrip())
-            print(f"  [{number}] {lines[-1]}", flush=True)
-
-    reader = threading.Thread(target=forward)
-    reader.start()
-    return Child(process, lines, reader)
-
-
-@contextlib.contextmanager
-def started(number: int, devices: int, parts: Sequence[str], job: Job) -> Iterator[list[Child]]:
-    """Processes of so many devices each; none of them is left behind."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, __file__, "--processes", str(number), "--coordinator", coordinator]
-    command += ["--steps", str(job.steps), "--output", str(job.output), "--parts", *parts]
+def started(
+    number: int, devices: int, parts: Sequence[str], job: Job
+) -> contextlib.AbstractContextManager[list[Child]]:
+    """Processes of so many devices each, which do those parts."""
+    command = ["--processes", str(number), "--steps", str(job.steps), "--output", str(job.output), "--parts", *parts]
     command += ["--checkpoint", str(job.checkpoint)] if job.checkpoint else []
-    children: list[Child] = []
-    try:
-        for i in range(number):
-            children.append(start(command, environment, i))
-        yield children
-    finally:
-        for child in children:
-            child.process.kill()  # SIGTERM would not do: JAX takes it for the notice of a preemption
-        for child in children:
-            child.reader.join()
-            with child.process:  # closes the pipes
-                pass
-
-
-def wait_for(children: Sequence[Child], limit: float = 1500, grace: float = 100) -> list[int]:
-    """The exit statuses of the processes. After a failure the others have `grace` seconds to fail, too.
-
-    Raises:
-      TimeoutError: if a process has not ended by then.
-    """
-    end, statuses = time.monotonic() + limit, [child.process.poll() for child in children]
-    while None in statuses:
-        if any(statuses):
-            end = min(end, time.monotonic() + grace)
-        if time.monotonic() > end:
-            raise TimeoutError(f"the processes did not all end: exit statuses {statuses}")
-        time.sleep(0.05)
-        statuses = [child.process.poll() for child in children]
-    for child in children:
-        child.reader.join()
-    return [status for status in statuses if status is not None]
+    return processes.started([sys.executable, __file__, *command], number, devices)
 
 
 def run(number: int, devices: int, parts: Sequence[str], job: Job) -> None:
@@ -464,13 +391,9 @@ def checkpoint_of(job: Job, number: int) -> Path:
     return job.output / f"checkpoint_of_{number}.npz"
 
 
-def read_losses(job: Job) -> dict[str, np.ndarray]:
-    return {path.stem: np.array(json.loads(path.read_text())) for path in sorted(job.output.glob("*.json"))}
-
-
 def compare_losses(job: Job) -> dict[str, float]:
     """The largest difference of each curve from that of one device, relative to the loss."""
-    curves = read_losses(job)
+    curves = {path.stem: np.array(json.loads(path.read_text())) for path in sorted(job.output.glob("*.json"))}
     expected = curves.pop("one device, by 1")
     return {
         name: float(np.max(np.abs(losses / expected[-len(losses) :] - 1), initial=0)) for name, losses in curves.items()

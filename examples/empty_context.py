@@ -8,19 +8,16 @@ content of the padding must change nothing.
 It prints how far the outputs and the gradients move, and draws the attention weights of both libraries.
 """
 
-import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
+import shared
 
 import masksafe
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 KEYS, WIDTH = 6, 8
 LENGTHS = jnp.array([6, 3, 0])
@@ -81,14 +78,11 @@ def draw(path: Path) -> None:
         axis.set_xlabel("key (hatched: padding)")
     figure.get_layout_engine().set(h_pad=0.08)
     figure.colorbar(image, ax=axes, label="attention weight")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    shared.save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
-    arguments = parser.parse_args()
+    arguments = shared.parser_of(__doc__).parse_args()
     for padding in (1.0, 100.0, float("nan")):
         print(f"The padding holds {'NaN' if math.isnan(padding) else padding} in place of 0.")
         for name, attention in LIBRARIES.items():
@@ -96,7 +90,6 @@ def main() -> None:
             by_sample = ", ".join(f"{m:.3g}" for m in moved)
             report = f"outputs move by {by_sample}; largest gradient of the padding: {gradient:.3g}"
             print(f"  {name:8}  {report.replace('nan', 'NaN')}")
-    arguments.output.mkdir(parents=True, exist_ok=True)
     picture = arguments.output / "empty_context.png"
     draw(picture)
     print(f"The attention weights are in {picture}: without a word, jax.nn attends to all of the padding alike.")

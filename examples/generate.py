@@ -8,6 +8,9 @@ sees the keys whose positions its mask allows, and a place without a key lies in
     python examples/generate.py                # a minute and a half on two cores
     python examples/generate.py --window 64    # attention with a window, and a cache of 95 places
 
+Options are the steps of the training, the prompts, the most tokens for each, the rows of the batch, the places of the
+cache, and how many tokens of a prompt are read at a time, a chunk.
+
 At first the cache is full of NaN. With masksafe that changes no bit; attention of jax.nn needs it to be clean.
 """
 
@@ -21,11 +24,11 @@ import jax
 import jax.numpy as jnp
 import language_model
 import numpy as np
+import shared
 from flax import nnx
 from language_model import END, Attend, Decoder, Trainer
 from rich.console import Console
 from rich.syntax import Syntax
-from rich.table import Table
 
 import masksafe
 
@@ -205,7 +208,7 @@ def compare(
     trainer: Trainer, params: Any, prompts: list[list[int]], options: argparse.Namespace, console: Console
 ) -> dict[str, list[Text]]:
     """Generates with each library and shows how fast; the second run of each counts."""
-    texts, table = {}, Table("", "tokens a second", title="Generation from a cache")
+    texts, rows = {}, []
     places = options.places if options.window is None else options.window + options.chunk - 1
     new_cache = functools.partial(empty_cache, trainer.config, options.rows, places)
     for name, of in LIBRARIES.items():
@@ -215,25 +218,15 @@ def compare(
             start = time.perf_counter()
             texts[name], made = generate(generator, new_cache(garbage), prompts, options.tokens, options.chunk)
             seconds = time.perf_counter() - start
-        table.add_row(name, f"{made / seconds:.0f}")
-    console.print(table)
+        rows.append([name, f"{made / seconds:.0f}"])
+    shared.show("Generation from a cache", ["", "tokens a second"], rows, console)
     return texts
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120, help="of training; default: %(default)s")
-    parser.add_argument("--rows", type=int, default=4, help="of the batch; default: %(default)s")
-    parser.add_argument("--prompts", type=int, default=12, help="how many; default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=48, help="at most for each prompt; default: %(default)s")
-    parser.add_argument("--chunk", type=int, default=32, help="tokens of a prompt at a time; default: %(default)s")
-    parser.add_argument("--places", type=int, default=512, help="of the cache; default: %(default)s")
-    parser.add_argument("--window", type=int, help="keys that a query sees, itself included; default: all")
-    return parser.parse_args()
-
-
 def main() -> None:
-    options, console = parse_arguments(), Console()
+    parser = shared.parser_of(__doc__, writes=False, steps=120, rows=4, prompts=12, tokens=48, chunk=32, places=512)
+    parser.add_argument("--window", type=int, help="keys that a query sees, itself included; default: all")
+    options, console = parser.parse_args(), Console()
     config = language_model.Config(steps=options.steps, evaluate_every=options.steps)
     data, held_out, functions, vocabulary = language_model.prepare_data(config)
     trainer = Trainer(config)

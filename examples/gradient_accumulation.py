@@ -12,7 +12,6 @@ losses: that is the gradient of another loss, in which a character counts for mo
 on the same batches; the picture shows the losses, and how far each gradient is from that of the whole batch.
 """
 
-import argparse
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import shared
+from rich.console import Console
 
 import masksafe
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 Params = dict[str, Any]
 LENGTH, WIDTH, HEADS, CHARACTERS = 64, 64, 4, 128
@@ -131,7 +129,7 @@ class Record(NamedTuple):
     distances: list[float]  # of the gradient from that of the whole batch, relative to its length
 
 
-def train(name: str, lines: np.ndarray, steps: int) -> Record:
+def train(name: str, lines: np.ndarray, steps: int, console: Console) -> Record:
     optimizer = optax.adam(3e-3)
 
     @jax.jit
@@ -144,10 +142,12 @@ def train(name: str, lines: np.ndarray, steps: int) -> Record:
 
     params, generator, record = make_params(jax.random.key(0)), np.random.default_rng(0), Record([], [])
     state = optimizer.init(params)
-    for _ in range(steps):
-        params, state, loss, distance = step(params, state, draw_batch(lines, generator))
-        record.losses.append(float(loss))
-        record.distances.append(float(distance))
+    with shared.progress(name, steps, console) as advance:
+        for _ in range(steps):
+            params, state, loss, distance = step(params, state, draw_batch(lines, generator))
+            record.losses.append(float(loss))
+            record.distances.append(float(distance))
+            advance(f"loss {record.losses[-1]:.3f}")
     return record
 
 
@@ -156,31 +156,24 @@ def draw(records: dict[str, Record], path: Path) -> None:
     styles = {WHOLE: ("black", "-", 3.0), MEANS: ("firebrick", "-", 1.2), MASKSAFE: ("deepskyblue", "--", 1.6)}
     for name, record in records.items():
         color, line, width = styles[name]
-        window = max(1, len(record.losses) // 30)
-        smooth = np.convolve(record.losses, np.ones(window) / window, "valid")
-        left.plot(np.arange(len(smooth)) + window, smooth, line, color=color, linewidth=width, label=name)
+        smooth = shared.smooth(record.losses, len(record.losses) // 30)
+        left.plot(*smooth, line, color=color, linewidth=width, label=name)
         if name != WHOLE:
             right.semilogy(record.distances, line, color=color, linewidth=1, label=name)
     left.set(xlabel="step", ylabel="loss per character of the whole batch", title="One loss, two trainings")
     right.set(xlabel="step", ylabel="relative distance", title="From the gradient of the whole batch", ylim=(1e-8, 10))
     left.legend()
     right.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    shared.save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
-    arguments = parser.parse_args()
-    lines = read_lines()
-    records = {name: train(name, lines, arguments.steps) for name in GRADIENTS}
+    arguments, console, lines = shared.parser_of(__doc__, steps=300).parse_args(), Console(), read_lines()
+    records = {name: train(name, lines, arguments.steps, console) for name in GRADIENTS}
     for name, record in records.items():
         loss = np.mean(record.losses[-max(1, arguments.steps // 5) :])
         distance = max(record.distances)
         print(f"{name:26} loss {loss:.3f} at the end; gradient at most {distance:.2g} from that of the whole batch")
-    arguments.output.mkdir(parents=True, exist_ok=True)
     picture = arguments.output / "gradient_accumulation.png"
     draw(records, picture)
     print(f"The losses and the distances are in {picture}.")

@@ -13,7 +13,6 @@ the padding, and leave it out of sums. The gradient of their first step is NaN, 
 which the model takes the logarithm. They train if the padding is a graph of its own, with numbers that do no harm.
 """
 
-import argparse
 import functools
 import math
 from collections.abc import Callable
@@ -22,16 +21,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import shared
 from rich.console import Console
-from rich.table import Table
 
 import masksafe
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 NODES, EDGES, GRAPHS = 320, 960, 24  # the sizes of a batch
 SIDE = 5  # of a map
@@ -143,7 +139,7 @@ OUT_OF_RANGE = [-1, -7, NODES, NODES + 1, np.iinfo(np.int32).max, np.iinfo(np.in
 HARMLESS, ZEROS, GARBAGE = "ones, a graph of their own", "zeros, out of range", "NaN, inf, 1e38, out of range"
 PADDINGS = {
     HARMLESS: Padding([1.0], None),
-    "zeros, a graph of their own": Padding([0.0], None),
+    "zeros, a graph of their own, which is not masked: log 0 is infinite": Padding([0.0], None),
     "ones, out of range": Padding([1.0], OUT_OF_RANGE),
     ZEROS: Padding([0.0], OUT_OF_RANGE),
     "1e38, out of range": Padding([1e38, -1e38], OUT_OF_RANGE),
@@ -268,27 +264,24 @@ class Record(NamedTuple):
         return math.isnan(self.losses[-1])
 
 
-def is_same(first: Record, second: Record) -> bool:
-    """Whether all losses and parameters have the same bits."""
-    return all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (first, second)), strict=True))
-
-
 @jax.jit
 def update(params: Params, state: Any, gradients: Params) -> tuple[Params, Any]:
     updates, state = optimizer.update(gradients, state)
     return optax.apply_updates(params, updates), state
 
 
-def train(name: str, batches: list[Batch]) -> Record:
+def train(name: str, batches: list[Batch], console: Console) -> Record:
     ops, padding = RUNS[name]
     params, generator, losses = make_params(jax.random.key(0)), np.random.default_rng(1), []
     state = optimizer.init(params)
-    for batch in batches:
-        loss, gradients = value_and_gradients(params, fill(batch, PADDINGS[padding], generator), OPS[ops])
-        losses.append(float(loss))
-        if math.isnan(losses[-1]):
-            break
-        params, state = update(params, state, gradients)
+    with shared.progress(name, len(batches), console) as advance:
+        for batch in batches:
+            loss, gradients = value_and_gradients(params, fill(batch, PADDINGS[padding], generator), OPS[ops])
+            losses.append(float(loss))
+            advance(f"loss {losses[-1]:.3f}")
+            if math.isnan(losses[-1]):
+                break
+            params, state = update(params, state, gradients)
     return Record(params, losses)
 
 
@@ -302,8 +295,7 @@ def effect(ops: str, padding: str, batch: Batch) -> str:
     loss, *gradients = step(padding)
     if number := sum(bool(jnp.isnan(gradient).any()) for gradient in gradients):
         return f"{'loss' if jnp.isnan(loss) else f'{number} of {len(gradients)} gradients'} NaN"
-    is_same = all(bool(jnp.all(x == y)) for x, y in zip([loss, *gradients], step(HARMLESS), strict=True))
-    return "the same bits" if is_same else "other numbers"
+    return "the same bits" if shared.same_bits([loss, *gradients], step(HARMLESS)) else "other numbers"
 
 
 def share_found(params: Params, graphs: list[Graph]) -> float:
@@ -326,23 +318,7 @@ def attention_of(params: Params, graph: Graph) -> np.ndarray:
     return np.asarray(masksafe_attention(params, make_batch([graph])))[: len(graph.senders)]
 
 
-# Tables and the picture.
-
-
-def show_effects(batch: Batch, console: Console) -> None:
-    table = Table("the padding: numbers, ids", *OPS, title="The first step")
-    for padding in PADDINGS:
-        table.add_row(padding, *(effect(ops, padding, batch) for ops in OPS))
-    console.print(table)
-    console.print("In a graph of its own, padding is not masked: the logarithm of its zeros is infinite for all.")
-
-
-def show_runs(records: dict[str, Record], console: Console) -> None:
-    table = Table("", "steps", "error of the share", title="Training")
-    for name, record in records.items():
-        error = "NaN" if record.has_ended else f"{np.mean(record.losses[-20:]) ** 0.5:.3f}"
-        table.add_row(name, str(len(record.losses)), error)
-    console.print(table)
+# The picture.
 
 
 def draw(records: dict[str, Record], graph: Graph, weights: np.ndarray, path: Path) -> None:
@@ -350,8 +326,7 @@ def draw(records: dict[str, Record], graph: Graph, weights: np.ndarray, path: Pa
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.8), width_ratios=(5, 4), layout="constrained")
         draw_losses(left, records)
         draw_attention(right, graph, weights)
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
+        shared.save(figure, path)
 
 
 def draw_losses(axis: Any, records: dict[str, Record]) -> None:
@@ -362,8 +337,7 @@ def draw_losses(axis: Any, records: dict[str, Record]) -> None:
             label = f"{name}: NaN at step {len(record.losses)}"
             axis.semilogy(len(record.losses), record.losses[0], "X", color=color, markersize=size, label=label)
         else:
-            smooth = np.convolve(record.losses, np.ones(min(window, len(record.losses))) / window, "valid")
-            axis.semilogy(np.arange(len(smooth)) + window, smooth, color=color, linewidth=size, label=name)
+            axis.semilogy(*shared.smooth(record.losses, window), color=color, linewidth=size, label=name)
     axis.set(xlabel="step", ylabel="mean squared error", title="Loss, by what the padding holds")
     axis.legend(fontsize=11)
 
@@ -392,26 +366,23 @@ def draw_attention(axis: Any, graph: Graph, weights: np.ndarray) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
-    arguments = parser.parse_args()
-    generator, console = np.random.default_rng(0), Console(soft_wrap=True)
+    arguments, console = shared.parser_of(__doc__, steps=400).parse_args(), Console(soft_wrap=True)
+    generator = np.random.default_rng(0)
     batches = [draw_batch(generator) for _ in range(arguments.steps)]
     held_out = [draw_graph(generator) for _ in range(100)]
-    show_effects(batches[0], console)
+    rows = ([padding, *(effect(ops, padding, batches[0]) for ops in OPS)] for padding in PADDINGS)
+    shared.show("The first step", ["the padding: numbers, ids", *OPS], rows, console)
 
-    records = {name: train(name, batches) for name in RUNS}
-    show_runs(records, console)
-    clean, garbage = records[CLEAN], records[POLLUTED]
-    console.print(f"masksafe, with garbage in the padding: {'the' if is_same(clean, garbage) else 'NOT the'} same bits")
+    records = {name: train(name, batches, console) for name in RUNS}
+    error = lambda record: "NaN" if record.has_ended else f"{np.mean(record.losses[-20:]) ** 0.5:.3f}"  # noqa: E731
+    rows = ([name, str(len(record.losses)), error(record)] for name, record in records.items())
+    shared.show("Training", ["", "steps", "error of the share"], rows, console)
+    clean, same = records[CLEAN], shared.same_bits(records[CLEAN], records[POLLUTED])
+    console.print(f"masksafe, with garbage in the padding: {'the' if same else 'NOT the'} same bits")
     guess = np.concatenate([batch.share[batch.has_graph] for batch in batches]).std()
-    found = share_found(clean.params, held_out)
-    console.print(
-        f"A constant guess is off by {guess:.3f}. {found:.0%} of towns attend most to the neighbour they hear."
-    )
+    share = f"{share_found(clean.params, held_out):.0%} of towns attend most to the neighbour they hear."
+    console.print(f"A constant guess is off by {guess:.3f}. {share}")
 
-    arguments.output.mkdir(parents=True, exist_ok=True)
     picture, graph = arguments.output / "graph_attention.png", held_out[0]
     draw(records, graph, attention_of(clean.params, graph), picture)
     console.print(f"The losses, and the attention on a map that is held out, are in {picture}")

@@ -12,14 +12,12 @@ tokens of prompts and padding.
 Either way, the time and memory of a training step with each loss are compared first.
 """
 
-import argparse
 import ast
 import collections
+import contextlib
 import dataclasses
 import functools
 import re
-import statistics
-import sysconfig
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,19 +26,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import shared
 from flax import nnx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
-from rich.table import Table
 
 import masksafe
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 IGNORED = -100  # the label of a masked token
 END, FIRST_BYTE, FIRST_WORD = 0, 1, 257  # a word that is not in the vocabulary is spelled in bytes
@@ -73,16 +67,10 @@ class Function(NamedTuple):
 
 
 def read_functions() -> list[Function]:
-    library = Path(sysconfig.get_paths()["stdlib"])
-    found = []
-    for path in sorted(library.rglob("*.py")):
-        if {"site-packages", "test", "tests", "idle_test"} & set(path.parts):
-            continue
-        try:
-            source = path.read_text("utf-8")
-            found += functions_of(ast.parse(source), source.splitlines(keepends=True))
-        except (SyntaxError, UnicodeDecodeError):
-            continue  # some tools of the library ship samples of bad source
+    found: list[Function] = []
+    for tree, source in shared.library_sources():
+        with contextlib.suppress(UnicodeDecodeError):
+            found += functions_of(tree, source.decode("utf-8").splitlines(keepends=True))
     return found
 
 
@@ -272,13 +260,14 @@ class Trainer:
         model = nnx.merge(self.graph, params)
         return loss(model.within_segments(batch), model.kernel[...], batch.labels)
 
-    def compile_step(self, loss: Loss, batch: Rows) -> Callable[[State, Rows], tuple[State, jax.Array]]:
+    def make_step(self, loss: Loss) -> Callable[[State, Rows], tuple[State, jax.Array]]:
+        @jax.jit
         def step(state: State, batch: Rows) -> tuple[State, jax.Array]:
             value, gradient = jax.value_and_grad(functools.partial(self.loss_of, loss))(state.params, batch)
             updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.params)
             return State(optax.apply_updates(state.params, updates), optimizer), value
 
-        return jax.jit(step).lower(self.initial_state(), batch).compile()
+        return step
 
     def complete(self, params: Any, prompt: list[int], number: int, temperature: float = 0.6) -> list[int]:
         """The prompt, continued by the model with up to `number` tokens."""
@@ -311,7 +300,8 @@ class History(NamedTuple):
 
 def train(trainer: Trainer, loss: Loss, data: Rows, held_out: Rows, console: Console) -> History:
     config, state = trainer.config, trainer.initial_state()
-    step = trainer.compile_step(loss, data[: config.batch_size])
+    step = trainer.make_step(loss)
+    jax.block_until_ready(step(state, data[: config.batch_size]))  # compiles: the tokens in a second are without it
     losses, scores, tokens, seconds = [], [], 0, 0.0
 
     def report(number: int) -> None:
@@ -321,14 +311,13 @@ def train(trainer: Trainer, loss: Loss, data: Rows, held_out: Rows, console: Con
         console.print(f"step {number:4d}  held-out loss {scores[-1][1]:.4f}")
 
     report(0)
-    with make_progress(console) as progress:
-        task = progress.add_task("training", total=config.steps)
+    with shared.progress("training", config.steps, console) as advance:
         for number, batch in zip(range(1, config.steps + 1), batches(data, config), strict=False):
             start = time.perf_counter()
             state, value = step(state, batch)
             losses.append(float(value))
             seconds, tokens = seconds + time.perf_counter() - start, tokens + unmasked(batch)
-            progress.update(task, advance=1, description=f"loss {losses[-1]:.3f}, {tokens / seconds:5.0f} tokens/s")
+            advance(f"loss {losses[-1]:.3f}, {tokens / seconds:5.0f} tokens/s")
             if number % config.evaluate_every == 0 or number == config.steps:
                 report(number)
     console.print(f"{tokens} unmasked tokens, {tokens / seconds:.0f} in a second")
@@ -339,48 +328,12 @@ def unmasked(rows: Rows) -> int:
     return int(np.sum(rows.labels != IGNORED))
 
 
-def make_progress(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=console)
-
-
-# The losses side by side.
-
-
-class Cost(NamedTuple):
-    """The cost of one training step."""
-
-    seconds: float
-    tokens_per_second: float
-    temporary_bytes: int
-
-
 def compare(
     trainer: Trainer, data: Rows, rounds: int = 5, losses: Mapping[str, Callable[..., jax.Array]] = LOSSES
-) -> dict[str, Cost]:
-    """Times alternating steps from the same state; an untimed step before each one warms up the allocator."""
-    batch, state = data[: trainer.config.batch_size], trainer.initial_state()
-    steps = {name: trainer.compile_step(loss, batch) for name, loss in losses.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            jax.block_until_ready(step(state, batch))
-            start = time.perf_counter()
-            jax.block_until_ready(step(state, batch))
-            times[name].append(time.perf_counter() - start)
-    costs = {}
-    for name, step in steps.items():
-        seconds = statistics.median(times[name])
-        costs[name] = Cost(seconds, unmasked(batch) / seconds, step.memory_analysis().temp_size_in_bytes)
-    return costs
-
-
-def show(costs: dict[str, Cost], console: Console, title: str = "A training step with each loss") -> None:
-    table = Table("", *costs, title=title)
-    table.add_row("time", *(f"{cost.seconds * 1e3:.0f} ms" for cost in costs.values()))
-    table.add_row("unmasked tokens a second", *(f"{cost.tokens_per_second:.0f}" for cost in costs.values()))
-    table.add_row("temporary memory", *(f"{cost.temporary_bytes / 2**20:.0f} MiB" for cost in costs.values()))
-    console.print(table)
+) -> dict[str, shared.Cost]:
+    """The costs of a step with each loss, from the same state."""
+    steps = {name: trainer.make_step(loss) for name, loss in losses.items()}
+    return shared.costs_of(steps, (trainer.initial_state(), data[: trainer.config.batch_size]), rounds)
 
 
 def plot(history: History, name: str, path: Path) -> None:
@@ -391,45 +344,24 @@ def plot(history: History, name: str, path: Path) -> None:
     axes.set(xlabel="step", ylabel="cross-entropy per unmasked token (nats)", title=title)
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def show_completions(
-    trainer: Trainer, params: Any, functions: list[Function], vocabulary: Vocabulary, console: Console
-) -> None:
-    short = [f for f in functions if '"""' in f.prompt and len(f.prompt) < 200][:3]
-    for function in short:
-        console.rule("a held-out prompt and what the model makes of it")
-        text = vocabulary.decode(trainer.complete(params, vocabulary.encode(function.prompt), 60))
-        console.print(Syntax(text, "python"))
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--loss", choices=LOSSES, default="masksafe", help="the loss to train with; default: %(default)s"
-    )
-    parser.add_argument("--steps", type=int, default=Config.steps, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=Config.seed, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
-    return parser.parse_args()
+    shared.save(figure, path)
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    parser = shared.parser_of(__doc__, steps=Config.steps, seed=Config.seed)
+    parser.add_argument("--loss", choices=LOSSES, default="masksafe", help="to train with; default: %(default)s")
+    arguments, console = parser.parse_args(), Console()
     config = Config(steps=arguments.steps, seed=arguments.seed)
-    console = Console()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-
-    data, held_out, held_out_functions, vocabulary = prepare_data(config)
-    share = unmasked(data) / data.labels.size
-    console.print(f"{data.labels.size} tokens; {share:.0%} of these are not masked")
+    data, held_out, functions, vocabulary = prepare_data(config)
+    console.print(f"{data.labels.size} tokens; {unmasked(data) / data.labels.size:.0%} of these are not masked")
 
     trainer = Trainer(config)
-    show(compare(trainer, data), console)
+    shared.show_costs({"a training step": compare(trainer, data)}, "With each loss", console)
     history = train(trainer, LOSSES[arguments.loss], data, held_out, console)
-    show_completions(trainer, history.params, held_out_functions, vocabulary, console)
+    for function in [f for f in functions if '"""' in f.prompt and len(f.prompt) < 200][:3]:
+        console.rule("a held-out prompt and what the model makes of it")
+        text = vocabulary.decode(trainer.complete(history.params, vocabulary.encode(function.prompt), 60))
+        console.print(Syntax(text, "python"))
     picture = arguments.output / "language_model.png"
     plot(history, arguments.loss, picture)
     console.print(f"the loss curve is in {picture}")

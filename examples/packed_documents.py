@@ -145,5 +145,5 @@ if __name__ == "__main__":
     data = pack(read_documents(), Config.length)
     print(f"devices: {jax.device_count()}, tokens: {data.tokens.size}, padding: {np.mean(data.segments == 0):.0%}")
     for number, value in enumerate(train(Config(), data)):
-        if number % 20 == 0:
+        if number % 5 == 0:
             print(f"step {number:3d}  loss {value:.3f}")

@@ -13,28 +13,23 @@ computes ratios everywhere and multiplies them by the mask. As NaN * 0 is NaN, s
 which step that is depends on the seed.
 """
 
-import argparse
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import shared
 import train_names
 from rich.console import Console
-from rich.table import Table
 from train_names import END, IGNORED, PAD, START, Params
 
 import masksafe
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 MODEL = train_names.Config(
     docstring_length=12, name_length=20, width=64, decoder_layers=1, steps=400, evaluate_every=200
@@ -160,11 +155,6 @@ class Batch(NamedTuple):
     old_log_probs: jax.Array  # [..., name_length], of the model that sampled
     ref_log_probs: jax.Array  # [..., name_length], of the model at the start
     rewards: jax.Array
-
-
-def without_reward(batch: Batch, rows: int) -> Batch:
-    """The batch with the first rows masked, as those of groups to which the verifier has not answered."""
-    return batch._replace(mask=np.where(np.arange(len(batch.mask))[:, None] < rows, 0, batch.mask))
 
 
 Pollute = Callable[[Batch, np.random.Generator], Batch]
@@ -313,95 +303,24 @@ class Trainer:
 
         return update
 
-    def run(self, name: str, pollute: Pollute) -> Record:
-        """Fine-tunes with the loss of that name, with the same docstrings and the same garbage in every run."""
+    def run(self, title: str, console: Console) -> Record:
+        """A run of that title, with the same docstrings and the same garbage in every run."""
+        name, pollute = RUNS[title]
         update, params, state = self.updates[name], self.start, self.optimizer.init(self.start)
         prompts, garbage = np.random.default_rng(self.config.seed), np.random.default_rng(self.config.seed)
         rewards, all_parts = [], []
-        for _ in range(self.config.steps):
-            batch = self.draw(params, prompts)
-            rewards.append(batch.rewards[batch.mask.any(1)].mean())
-            batch = pollute(batch, garbage)
-            for _ in range(self.config.updates):
-                params, state, parts = update(params, state, batch)
-            all_parts.append(jax.tree.map(float, parts))
-            if np.isnan(optax.tree.norm(params)):
-                return Record(params, rewards, all_parts, True)
+        with shared.progress(title, self.config.steps, console) as advance:
+            for _ in range(self.config.steps):
+                batch = self.draw(params, prompts)
+                rewards.append(batch.rewards[batch.mask.any(1)].mean())
+                batch = pollute(batch, garbage)
+                for _ in range(self.config.updates):
+                    params, state, parts = update(params, state, batch)
+                all_parts.append(jax.tree.map(float, parts))
+                advance(f"reward {rewards[-1]:.2f}")
+                if np.isnan(optax.tree.norm(params)):
+                    return Record(params, rewards, all_parts, True)
         return Record(params, rewards, all_parts, False)
-
-
-# What garbage does to one step, and what a step costs.
-
-
-def gradients_of(loss: Loss, config: Config) -> Callable[..., Any]:
-    """The loss and its gradients, of features, kernel and batch."""
-    function = functools.partial(loss, config=config)
-    return jax.jit(jax.value_and_grad(lambda *args: function(*args)[0], argnums=(0, 1)))
-
-
-Inputs = tuple[jax.Array, jax.Array, Batch]  # features, kernel, batch
-
-
-def garbage_of(inputs: Inputs) -> dict[str, Inputs]:
-    """The same inputs with other padding, of each kind."""
-    features, kernel, batch = inputs
-
-    def padded_with(garbage: float, x: jax.Array) -> jax.Array:
-        mask = batch.mask.reshape(batch.mask.shape + (1,) * (x.ndim - 2))
-        return jnp.where(mask, x, jnp.asarray(garbage, x.dtype))
-
-    def replaced(**fields: Any) -> Inputs:
-        return features, kernel, batch._replace(**fields)
-
-    return {
-        "labels: -100": replaced(labels=padded_with(IGNORED, batch.labels)),
-        "old log-probabilities: NaN": replaced(old_log_probs=padded_with(np.nan, batch.old_log_probs)),
-        "old log-probabilities: -1e4": replaced(old_log_probs=padded_with(-1e4, batch.old_log_probs)),
-        "reference log-probabilities: 1e4": replaced(ref_log_probs=padded_with(1e4, batch.ref_log_probs)),
-        "rewards not given: NaN": replaced(rewards=jnp.where(batch.mask.any(1), batch.rewards, np.nan)),
-        "features: NaN": (padded_with(np.nan, features), kernel, batch),
-    }
-
-
-def effect(clean: Any, polluted: Any) -> str:
-    """Of the garbage, on a loss and its gradients, or on any other two trees."""
-    if all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (clean, polluted)), strict=True)):
-        return "the same bits"
-    value_is_nan, gradient_is_nan = (any(np.isnan(x).any() for x in jax.tree.leaves(part)) for part in polluted)
-    if gradient_is_nan:
-        return "NaN in loss and gradient" if value_is_nan else "NaN in the gradient"
-    return "NaN in the loss" if value_is_nan else "other numbers"
-
-
-class Cost(NamedTuple):
-    """The cost of a compiled function."""
-
-    seconds: float
-    temporary_bytes: int
-
-
-def measure(functions: dict[str, Callable[..., Any]], args: tuple[Any, ...], rounds: int) -> dict[str, Cost]:
-    """The least of several times, in turn."""
-    compiled = {name: jax.jit(function).lower(*args).compile() for name, function in functions.items()}
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in compiled.items():
-            start = time.perf_counter()
-            jax.block_until_ready(function(*args))
-            times[name].append(time.perf_counter() - start)
-    return {name: Cost(min(times[name]), f.memory_analysis().temp_size_in_bytes) for name, f in compiled.items()}
-
-
-def large_inputs(shortest: int, rows: int = 32, length: int = 128, width: int = 256, vocabulary: int = 32768) -> Inputs:
-    """Of a larger model: completions of any length from `shortest` to that of the batch."""
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(rows, length, width)).astype(np.float32)
-    kernel = (rng.normal(size=(width, vocabulary)) * width**-0.5).astype(np.float32)
-    labels = rng.integers(vocabulary, size=(rows, length))
-    mask = (np.arange(length) < np.linspace(shortest, length, rows)[:, None]).astype(np.int32)
-    log_probs = np.full((rows, length), -np.log(vocabulary), np.float32)
-    rewards = rng.random(rows).astype(np.float32)
-    return features, kernel, Batch(None, None, labels, mask, log_probs, log_probs, rewards)
 
 
 # The program.
@@ -421,49 +340,14 @@ def mean_reward(trainer: Trainer, params: Params, prompts: Prompts) -> float:
     return float(trainer.score(prompts.texts, labels).mean())
 
 
-def show_runs(records: dict[str, Record], trainer: Trainer, held_out: Prompts, console: Console) -> None:
-    table = Table("", "steps", "reward", "held out", "KL", "entropy", title="Fine-tuning, at the end")
-    table.add_row("before", "0", "", f"{mean_reward(trainer, trainer.start, held_out):.2f}", "0", "")
-    for name, record in records.items():
-        last = slice(-max(1, len(record.rewards) // 10), None)
-        if record.has_ended:
-            table.add_row(name, f"NaN at {len(record.rewards)}")
-            continue
-        kl, entropy, _ = np.mean(record.parts[last], 0)
-        values = np.mean(record.rewards[last]), mean_reward(trainer, record.params, held_out), kl, entropy
-        table.add_row(name, str(len(record.rewards)), *(f"{value:.2f}" for value in values))
-    console.print(table)
-
-
-def show_names(trainer: Trainer, params: Params, prompts: Prompts, console: Console, number: int = 6) -> None:
-    table = Table("docstring", "before", "after", title="Names for held-out docstrings")
-    drawn = [trainer.names(p, prompts.tokens, jax.random.key(trainer.config.seed)) for p in (trainer.start, params)]
-    for text, *names in list(zip(prompts.texts, *drawn, strict=True))[:number]:
-        table.add_row(text[:60], *map(train_names.read, names))
-    console.print(table)
-
-
-def show_effects(inputs: Inputs, config: Config, console: Console) -> None:
-    table = Table("what the padding holds", *LOSSES, title="One step")
-    functions = [gradients_of(loss, config) for loss in LOSSES.values()]
-    clean = [function(*inputs) for function in functions]
-    for name, polluted in garbage_of(inputs).items():
-        table.add_row(name, *(effect(c, f(*polluted)) for c, f in zip(clean, functions, strict=True)))
-    console.print(table)
-
-
-def show_costs(costs: dict[str, dict[str, Cost]], console: Console) -> None:
-    table = Table("", *LOSSES, title="Cost: time, temporary memory")
-    for name, row in costs.items():
-        cells = (f"{c.seconds * 1e3:.0f} ms, {c.temporary_bytes / 2**20:.1f} MiB" for c in row.values())
-        table.add_row(name, *cells)
-    console.print(table)
-
-
-def smooth(values: list[float], window: int) -> tuple[np.ndarray, np.ndarray]:
-    """The means of `window` values, and where they end."""
-    means = np.convolve(values, np.ones(window) / window, "valid")
-    return np.arange(len(means)) + window, means
+def line_of(record: Record, trainer: Trainer, held_out: Prompts) -> list[str]:
+    """Steps, and means at the end of the run."""
+    if record.has_ended:
+        return [f"NaN at {len(record.rewards)}"]
+    last = slice(-max(1, len(record.rewards) // 10), None)
+    kl, entropy, _ = np.mean(record.parts[last], 0)
+    values = np.mean(record.rewards[last]), mean_reward(trainer, record.params, held_out), kl, entropy
+    return [str(len(record.rewards)), *(f"{value:.2f}" for value in values)]
 
 
 def draw(records: dict[str, Record], path: Path) -> None:
@@ -477,64 +361,47 @@ def draw(records: dict[str, Record], path: Path) -> None:
     window = max(1, max(len(record.rewards) for record in records.values()) // 20)
     for name, (color, width) in styles.items():
         record = records[name]
-        steps, rewards = smooth(record.rewards, min(window, len(record.rewards)))
+        steps, rewards = shared.smooth(record.rewards, window)
         left.plot(steps, rewards, color=color, linewidth=width, label=name)
         if record.has_ended:
             left.plot(steps[-1], rewards[-1], "X", color=color, markersize=11)
             note = f"NaN at step {len(record.rewards)}"
             left.annotate(note, (steps[-1], rewards[-1]), (-10, 8), textcoords="offset points", color=color, ha="right")
-    left.set(
-        xlabel="step", ylabel=f"reward (mean of {window} steps)", title="Names that begin with the docstring's verb"
-    )
-    left.set_ylim(bottom=0)
-    left.legend()
+    title = "Names that begin with the docstring's verb"
+    left.set(xlabel="step", ylabel=f"reward (mean of {window} steps)", title=title)
     parts = records["masksafe, clean"].parts
     for label, values, color in (
         ("entropy of a character", [p.entropy for p in parts], "seagreen"),
         ("divergence from the start (KL)", [p.kl for p in parts], "mediumpurple"),
     ):
-        right.plot(*smooth(values, window), color=color, label=label)
+        right.plot(*shared.smooth(values, window), color=color, label=label)
     right.set(xlabel="step", ylabel="nats per character", title="masksafe: what the reward costs")
-    right.set_ylim(bottom=0)
-    right.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    for axis in (left, right):
+        axis.set_ylim(bottom=0)
+        axis.legend()
+    shared.save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=Config.steps, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=Config.seed, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
-    arguments = parser.parse_args()
-    config, console = Config(steps=arguments.steps, seed=arguments.seed), Console()
+    arguments, console = shared.parser_of(__doc__, steps=Config.steps, seed=Config.seed).parse_args(), Console()
+    config = Config(steps=arguments.steps, seed=arguments.seed)
     data, held_out_data, prompts, held_out = prepare_data(config)
     console.print(f"{len(data.labels)} functions, whose names the model learns first; {len(prompts.texts)} are prompts")
-    start = train_names.train(train_names.masksafe_loss, data, held_out_data, config.model, console).params
+    start = train_names.train(data, held_out_data, config.model, console).params
 
-    trainer, records = Trainer(start, prompts, config), {}
-    for name, (loss, pollute) in RUNS.items():
-        began = time.perf_counter()
-        records[name] = trainer.run(loss, pollute)
-        console.print(f"{name}: {len(records[name].rewards)} steps in {time.perf_counter() - began:.0f} s")
-    show_runs(records, trainer, held_out, console)
+    trainer = Trainer(start, prompts, config)
+    records = {name: trainer.run(name, console) for name in RUNS}
+    lines = [["before", "0", "", f"{mean_reward(trainer, start, held_out):.2f}", "0", ""]]
+    lines += [[name, *line_of(record, trainer, held_out)] for name, record in records.items()]
+    shared.show("Fine-tuning, at the end", ["", "steps", "reward", "held out", "KL", "entropy"], lines, console)
     clean, garbage = (records[name] for name in RUNS if name.startswith(MASKSAFE))
-    show_names(trainer, clean.params, held_out, console)
-    same = effect(clean[:2], garbage[:2])
+    key = jax.random.key(config.seed)
+    drawn = (trainer.names(params, held_out.tokens, key)[:6] for params in (start, clean.params))
+    names = zip(*(map(train_names.read, rows) for rows in drawn), strict=True)
+    lines = [[text[:60], *both] for text, both in zip(held_out.texts[:6], names, strict=True)]
+    shared.show("Names for held-out docstrings", ["docstring", "before", "after"], lines, console)
+    same = "the same bits" if shared.same_bits(clean[:2], garbage[:2]) else "OTHER NUMBERS"
     console.print(f"masksafe, with garbage in the padding: {same} in every reward and parameter")
-
-    batch = without_reward(trainer.draw(start, np.random.default_rng(config.seed)), config.samples)
-    features = train_names.features_of(start, batch.docstrings, batch.inputs, config.model.heads)
-    show_effects((features, start["logits"], batch), config, console)
-    update = measure(trainer.updates, (start, trainer.optimizer.init(start), batch), rounds=30)
-    gradients = {name: gradients_of(loss, config) for name, loss in LOSSES.items()}
-    costs = {
-        "update of this model": update,
-        "4096 tokens x 256, 32768 classes": measure(gradients, large_inputs(shortest=128), rounds=2),
-        "half of them padding": measure(gradients, large_inputs(shortest=1), rounds=2),
-    }
-    show_costs(costs, console)
-    arguments.output.mkdir(parents=True, exist_ok=True)
     picture = arguments.output / "policy_gradient.png"
     draw(records, picture)
     console.print(f"the curves are in {picture}")

@@ -4,35 +4,28 @@ A small encoder-decoder in plain JAX, with masksafe's attention and loss. The da
 names have different lengths, and most functions have no docstring at all, so their context is only padding.
 
     python examples/train_names.py                    # under three minutes on two cores
-    python examples/train_names.py --compare optax    # also trains with optax's loss as it is often written
     python examples/train_names.py --checks checkify  # every label is checked; or --checks raise
 """
 
-import argparse
 import ast
 import collections
 import dataclasses
 import functools
 import re
-import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import shared
 from jax.experimental import checkify
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import masksafe
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 Params = dict[str, Any]
 
@@ -71,7 +64,6 @@ class Functions(NamedTuple):
     docstrings: np.ndarray  # [functions, docstring_length], words, then PAD
     inputs: np.ndarray  # [functions, name_length], START, then all but the last character
     labels: np.ndarray  # [functions, name_length], the characters, END, then IGNORED
-    weights: np.ndarray  # [functions, name_length], 1.0, or 0.0 for padding, as many data loaders return
 
     def rows(self, index: Any) -> "Functions":
         return Functions(*(array[index] for array in self))
@@ -79,15 +71,8 @@ class Functions(NamedTuple):
 
 def read_functions() -> list[tuple[str, str]]:
     """The first paragraph of the docstring, which may be empty, and the name of every function."""
-    library = Path(sysconfig.get_paths()["stdlib"])
     found = []
-    for path in sorted(library.rglob("*.py")):
-        if {"site-packages", "test", "tests", "idle_test"} & set(path.parts):
-            continue
-        try:
-            tree = ast.parse(path.read_bytes())
-        except SyntaxError:
-            continue  # some tools of the library ship samples of bad source
+    for tree, _ in shared.library_sources():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
@@ -105,10 +90,6 @@ def count_words(functions: list[tuple[str, str]]) -> dict[str, int]:
     return {word: FIRST + i for i, (word, _) in enumerate(counts.most_common(WORDS - FIRST))}
 
 
-def spell(name: str) -> list[int]:
-    return [FIRST + ord(c) - 32 if 32 <= ord(c) < 127 else UNKNOWN for c in name]
-
-
 def read(tokens: np.ndarray) -> str:
     text = tokens[: list(tokens).index(END)] if END in tokens else tokens
     return "".join(chr(t - FIRST + 32) for t in text if t >= FIRST)
@@ -120,11 +101,11 @@ def tokenise(functions: list[tuple[str, str]], words: dict[str, int], config: Co
     inputs, labels = np.full(shape, PAD), np.full(shape, IGNORED)
     for i, (docstring, name) in enumerate(functions):
         text = [words.get(word, UNKNOWN) for word in split_words(docstring)][: config.docstring_length]
-        target = [*spell(name), END][: config.name_length]
+        target = [*(FIRST + ord(c) - 32 if 32 <= ord(c) < 127 else UNKNOWN for c in name), END][: config.name_length]
         docstrings[i, : len(text)] = text
         inputs[i, : len(target)] = [START, *target[:-1]]
         labels[i, : len(target)] = target
-    return Functions(docstrings, inputs, labels, (labels != IGNORED).astype(np.float32))
+    return Functions(docstrings, inputs, labels)
 
 
 def batches(data: Functions, config: Config) -> Iterator[Functions]:
@@ -222,29 +203,13 @@ def apply_model(params: Params, docstrings: jax.Array, inputs: jax.Array, heads:
     return features_of(params, docstrings, inputs, heads) @ params["logits"]
 
 
-# The losses, of features [batch, time, width] and the kernel of the output layer [width, CHARACTERS].
-
-Loss = Callable[[jax.Array, jax.Array, Functions], jax.Array]
+# The loss, of features [batch, time, width] and the kernel of the output layer [width, CHARACTERS].
 
 
-def masksafe_loss(features: jax.Array, kernel: jax.Array, batch: Functions) -> jax.Array:
+def loss_of(features: jax.Array, kernel: jax.Array, batch: Functions) -> jax.Array:
     """The output layer and its loss in one op, for the unmasked characters only."""
     mask = batch.labels != IGNORED
     return masksafe.losses.linear_softmax_cross_entropy(features, kernel, batch.labels, where=mask)
-
-
-def optax_loss(features: jax.Array, kernel: jax.Array, batch: Functions) -> jax.Array:
-    """As it is often written: the result is NaN, since the loss of the label -100 is NaN, and NaN * 0 is NaN."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(features @ kernel, batch.labels)
-    return (losses * batch.weights).sum() / batch.weights.sum()
-
-
-def careful_optax_loss(features: jax.Array, kernel: jax.Array, batch: Functions) -> jax.Array:
-    """As it must be written: a valid label for the bad one, a selection after the loss, no division by 0."""
-    mask = batch.labels != IGNORED
-    labels = jnp.where(mask, batch.labels, 0)
-    losses = optax.softmax_cross_entropy_with_integer_labels(features @ kernel, labels)
-    return jnp.where(mask, losses, 0).sum() / jnp.maximum(mask.sum(), 1)
 
 
 # Training.
@@ -256,12 +221,12 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 
-def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, config: Config) -> Callable[..., Any]:
+def make_train_step(optimizer: optax.GradientTransformation, config: Config) -> Callable[..., Any]:
     @jax.jit
     def train_step(params: Params, state: Any, batch: Functions) -> tuple[Params, Any, jax.Array]:
         def batch_loss(params: Params) -> jax.Array:
             features = features_of(params, batch.docstrings, batch.inputs, config.heads)
-            return loss(features, params["logits"], batch)
+            return loss_of(features, params["logits"], batch)
 
         value, gradient = jax.value_and_grad(batch_loss)(params)
         updates, state = optimizer.update(gradient, state, params)
@@ -275,7 +240,7 @@ def evaluate(params: Params, data: Functions, heads: int) -> tuple[jax.Array, ja
     """The held-out loss, and the share of characters predicted correctly."""
     features, kernel = features_of(params, data.docstrings, data.inputs, heads), params["logits"]
     right = jnp.argmax(features @ kernel, -1) == data.labels
-    return masksafe_loss(features, kernel, data), masksafe.mean(right, where=data.labels != IGNORED)
+    return loss_of(features, kernel, data), masksafe.mean(right, where=data.labels != IGNORED)
 
 
 class History(NamedTuple):
@@ -286,12 +251,9 @@ class History(NamedTuple):
     held_out: list[tuple[int, float, float]]  # step, loss, accuracy
 
 
-def train(
-    loss: Loss, data: Functions, held_out: Functions, config: Config, console: Console, stop: int | None = None
-) -> History:
-    """Trains for config.steps, or for the first `stop` of them."""
+def train(data: Functions, held_out: Functions, config: Config, console: Console) -> History:
     optimizer = make_optimizer(config)
-    train_step = with_label_checks(make_train_step(loss, optimizer, config), config.checks)
+    train_step = with_label_checks(make_train_step(optimizer, config), config.checks)
     params = init_params(config)
     state = optimizer.init(params)
     losses, scores = [], []
@@ -302,14 +264,12 @@ def train(
         console.print(f"step {step:4d}  held-out loss {value:.4f}  accuracy {accuracy:.1%}")
 
     report(0)
-    steps = stop or config.steps
-    with make_progress(console) as progress:
-        task = progress.add_task("training", total=steps)
-        for step, batch in zip(range(1, steps + 1), batches(data, config), strict=False):
+    with shared.progress("training", config.steps, console) as advance:
+        for step, batch in zip(range(1, config.steps + 1), batches(data, config), strict=False):
             params, state, value = train_step(params, state, batch)
             losses.append(float(value))
-            progress.update(task, advance=1, description=f"loss {losses[-1]:.3f}")
-            if step % config.evaluate_every == 0 or step == steps:
+            advance(f"loss {losses[-1]:.3f}")
+            if step % config.evaluate_every == 0 or step == config.steps:
                 report(step)
     return History(params, losses, scores)
 
@@ -327,11 +287,6 @@ def with_label_checks(step: Callable[..., Any], mode: str) -> Callable[..., Any]
         return result
 
     return run
-
-
-def make_progress(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=console)
 
 
 # Using the result.
@@ -357,73 +312,23 @@ def predict(params: Params, docstrings: np.ndarray, config: Config, temperature:
     return [read(name[1:]) for name in np.asarray(names)]
 
 
-def print_predictions(
-    params: Params, functions: list[tuple[str, str]], words: dict[str, int], config: Config, console: Console
-) -> None:
-    with_docstring = [f for f in functions if 20 < len(f[0]) < 80][:9]
-    shown = with_docstring + [f for f in functions if not f[0]][:3]
-    table = Table("docstring", "name", "prediction", title="Held-out functions")
-    predictions = predict(params, tokenise(shown, words, config).docstrings, config)
-    for (docstring, name), prediction in zip(shown, predictions, strict=True):
-        table.add_row(docstring or "[dim](none: all padding)[/dim]", name, prediction)
-    console.print(table)
-
-
-def plot(histories: dict[str, History], path: Path) -> None:
+def plot(history: History, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for (name, history), style in zip(histories.items(), ("o-", "x--", "+:"), strict=False):
-        steps, values, _ = zip(*history.held_out, strict=True)
-        (line,) = axes.plot(steps, values, style, label=f"{name}, held out")
-        if np.isfinite(history.losses).all():
-            axes.plot(history.losses, color=line.get_color(), alpha=0.3, linewidth=1, label=f"{name}, training")
-        else:
-            axes.plot([], [], " ", label=f"{name}, training: NaN")
+    steps, values, _ = zip(*history.held_out, strict=True)
+    (line,) = axes.plot(steps, values, "o-", label="held out")
+    axes.plot(history.losses, color=line.get_color(), alpha=0.3, linewidth=1, label="training")
     axes.set(xlabel="step", ylabel="cross-entropy per character (nats)", title="A function's name from its docstring")
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-COMPARED_STEPS = 100
-
-
-def compare_with_optax(
-    ours: History, data: Functions, held_out: Functions, config: Config, console: Console
-) -> dict[str, History]:
-    """Trains the first steps with optax's loss, as it is often and as it must be written, from the same seeds."""
-    theirs = {}
-    for name, loss in {"optax": optax_loss, "optax, with care": careful_optax_loss}.items():
-        console.rule(name)
-        theirs[name] = train(loss, data, held_out, config, console, min(COMPARED_STEPS, config.steps))
-    table = Table("step", "masksafe", *theirs, title="Training loss")
-    for step in (1, 2, 3, 10, COMPARED_STEPS):
-        if step <= config.steps:
-            table.add_row(str(step), *(f"{run.losses[step - 1]:.4f}" for run in (ours, *theirs.values())))
-    console.print(table)
-    console.print(
-        "optax: (losses * weights).sum() / weights.sum(). The labels of padding are -100, their loss is NaN, and "
-        "NaN * 0 is NaN:\nthe loss on display is NaN at every step, although the model learns."
-    )
-    return theirs
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compare", choices=["optax"], help="also train with optax's loss as it is often written")
-    parser.add_argument("--steps", type=int, default=Config.steps, help="default: %(default)s")
-    parser.add_argument(
-        "--checks", choices=["off", "checkify", "raise"], default="off", help="label checks; default: %(default)s"
-    )
-    parser.add_argument("--seed", type=int, default=Config.seed, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
-    return parser.parse_args()
+    shared.save(figure, path)
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    parser = shared.parser_of(__doc__, steps=Config.steps, seed=Config.seed)
+    text = "label checks; default: %(default)s"
+    parser.add_argument("--checks", choices=["off", "checkify", "raise"], default="off", help=text)
+    arguments, console = parser.parse_args(), Console()
     config = Config(steps=arguments.steps, seed=arguments.seed, checks=arguments.checks)
-    console = Console()
-    arguments.output.mkdir(parents=True, exist_ok=True)
 
     functions = read_functions()
     np.random.default_rng(config.seed).shuffle(functions)
@@ -433,20 +338,20 @@ def main() -> None:
     empty = np.mean([not docstring for docstring, _ in functions])
     console.print(f"{len(functions)} functions, {empty:.0%} of them without a docstring")
 
-    histories = {"masksafe": train(masksafe_loss, data, held_out, config, console)}
-    params = histories["masksafe"].params
-
+    history = train(data, held_out, config, console)
+    arguments.output.mkdir(parents=True, exist_ok=True)
     checkpoint = arguments.output / "train_names.npz"
-    save(params, checkpoint)
+    save(history.params, checkpoint)
     params = load(checkpoint, config)
     value, accuracy = map(float, evaluate(params, held_out, config.heads))
     console.print(f"loaded {checkpoint}: held-out loss {value:.4f}, accuracy {accuracy:.1%}")
-    print_predictions(params, held_out_functions, words, config, console)
+    shown = [f for f in held_out_functions if 20 < len(f[0]) < 80][:9] + [f for f in held_out_functions if not f[0]][:3]
+    names = predict(params, tokenise(shown, words, config).docstrings, config)
+    rows = ((d or "[dim](none: all padding)[/dim]", name, found) for (d, name), found in zip(shown, names, strict=True))
+    shared.show("Held-out functions", ["docstring", "name", "prediction"], rows, console)
 
-    if arguments.compare == "optax":
-        histories |= compare_with_optax(histories["masksafe"], data, held_out, config, console)
     picture = arguments.output / "train_names.png"
-    plot(histories, picture)
+    plot(history, picture)
     console.print(f"the loss curve is in {picture}")
 
 

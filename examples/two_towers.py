@@ -13,12 +13,9 @@ memory held, the gradient is NaN. With masksafe none of that changes a bit. The 
 functions that are not trained on, find their name among a thousand, and what memory the loss takes.
 """
 
-import argparse
 import functools
 import math
 import re
-import statistics
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,19 +24,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import shared
 from rich.console import Console
-from rich.table import Table
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from train_names import read_functions, split_words
 
 import masksafe
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 ROWS = 256  # of a batch, with padding
 DOCSTRING, NAME = 64, 24  # the most features of a text
@@ -176,16 +170,6 @@ def clip_loss(x: jax.Array, y: jax.Array, scale: jax.Array, where: jax.Array, id
     return (loss(logits, labels).mean() + loss(logits.T, labels).mean()) / 2
 
 
-def masked_clip_loss(x: jax.Array, y: jax.Array, scale: jax.Array, where: jax.Array, ids: jax.Array) -> jax.Array:
-    """The same with masked logits and a masked mean; the products of matrices have seen the padding by then."""
-    labels = jnp.arange(len(x))
-    is_pair = where[:, None] & where & ((ids[:, None] != ids) | jnp.eye(len(x), dtype=bool))
-    logits = jnp.where(is_pair, scale * x @ y.T, -1e9)
-    loss = optax.softmax_cross_entropy_with_integer_labels
-    losses = (loss(logits, labels) + loss(logits.T, labels)) / 2
-    return jnp.sum(jnp.where(where, losses, 0)) / jnp.maximum(jnp.sum(where), 1)
-
-
 # The towers, with masksafe and with the usual formulas.
 
 
@@ -209,8 +193,7 @@ def usual_normalize(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x**2, 1, keepdims=True) + 1e-12)
 
 
-MASKSAFE, CLIP, MASKED_CLIP = "masksafe", "CLIP's formula", "the same, masked"
-LOSSES = {MASKSAFE: masksafe_loss, CLIP: clip_loss, MASKED_CLIP: masked_clip_loss}
+MASKSAFE, CLIP = "masksafe", "CLIP's formula"
 OPS = {
     MASKSAFE: Ops(masksafe_average, masksafe.l2_normalize, masksafe_loss),
     CLIP: Ops(usual_average, usual_normalize, clip_loss),
@@ -274,11 +257,6 @@ class Record(NamedTuple):
         return [*range(0, len(self.losses), EVALUATE_EVERY), len(self.losses)][: len(self.recalls)]
 
 
-def is_same(first: Record, second: Record) -> bool:
-    """Whether all losses, recalls and parameters have the same bits."""
-    return all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (first, second)), strict=True))
-
-
 @functools.partial(jax.jit, static_argnums=3)
 def train_step(params: Params, state: Any, batch: Batch, ops: Ops) -> tuple[Params, Any, jax.Array]:
     loss, gradients = jax.value_and_grad(loss_of)(params, batch, ops)
@@ -299,122 +277,52 @@ def recall(params: Params, pairs: Pairs, most: int = 1) -> float:
     return float(np.mean(np.sum(similarity > np.diag(similarity)[:, None], 1) < most))
 
 
-def train(name: str, pairs: Pairs, held_out: Pairs, epochs: int) -> Record:
+def train(name: str, pairs: Pairs, held_out: Pairs, epochs: int, console: Console) -> Record:
     """All runs draw the same batches."""
     ops, padding = RUNS[name]
     params, of_padding = make_params(jax.random.key(0)), np.random.default_rng(2)
     state, losses, recalls = optimizer.init(params), [], []
-    for step, index in enumerate(draw_batches(pairs, epochs, np.random.default_rng(1))):
-        if step % EVALUATE_EVERY == 0:
-            recalls.append(recall(params, held_out))
-        params, state, loss = train_step(params, state, make_batch(pairs, index, padding, of_padding), OPS[ops])
-        losses.append(float(loss))
-        if math.isnan(losses[-1]):
-            return Record(params, losses, recalls)
+    batches = list(draw_batches(pairs, epochs, np.random.default_rng(1)))
+    with shared.progress(name, len(batches), console) as advance:
+        for step, index in enumerate(batches):
+            if step % EVALUATE_EVERY == 0:
+                recalls.append(recall(params, held_out))
+            params, state, loss = train_step(params, state, make_batch(pairs, index, padding, of_padding), OPS[ops])
+            losses.append(float(loss))
+            advance(f"loss {losses[-1]:.3f}")
+            if math.isnan(losses[-1]):
+                return Record(params, losses, recalls)
     return Record(params, losses, [*recalls, recall(params, held_out)])
 
 
-# The loss by itself.
+# Costs, a table and the picture.
 
 
-def draw_embeddings(rows: int, width: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs that resemble each other somewhat."""
-    x, noise = generator.normal(size=(2, rows, width))
-    y = x + 2 * noise
-    return tuple((z / np.linalg.norm(z, axis=1, keepdims=True)).astype(np.float32) for z in (x, y))
-
-
-def effect(name: str, padding: str) -> str:
-    """What three padded rows do to the loss of five pairs, and to the gradients of these, in words."""
-    loss, (x, y) = LOSSES[name], draw_embeddings(8, 16, np.random.default_rng(0))
-    where, ids, scale = np.arange(8) < 5, np.array([0, 1, 2, 1, 3, 3, 3, 3]), np.float32(5)
-    filling = {ZEROS: 0 * x[5:], LAST_ROW: x[4], GARBAGE: np.resize(GARBAGE_NUMBERS, x[5:].shape)}[padding]
-    x[5:], y[5:] = filling, y[4] if padding == LAST_ROW else filling
-    value_and_grad = jax.value_and_grad(loss, (0, 1, 2))
-    value, gradients = value_and_grad(x, y, scale, where, ids)
-    true_value, true_gradients = jax.value_and_grad(masksafe_loss, (0, 1, 2))(x[:5], y[:5], scale, where[:5], ids[:5])
-    if np.isnan(value):
-        return "NaN"
-    difference = "" if np.isclose(value, true_value) else f"{value:.2f} in place of {true_value:.2f}"
-    real = [g[:5] if g.ndim else g for g in gradients]
-    if not all(np.isfinite(g).all() for g in real):
-        return difference or "gradient NaN"
-    is_same = all(np.allclose(g, t, atol=1e-6) for g, t in zip(real, true_gradients, strict=True))
-    return difference or ("as without them" if is_same else "another gradient")
-
-
-class Cost(NamedTuple):
-    seconds: float
-    temporary_bytes: int
-
-
-def measure(rows: int, width: int = 256, rounds: int = 5) -> dict[str, Cost]:
-    """The costs of the loss with its gradient, without ids; the formulas take turns."""
-    x, y = draw_embeddings(rows, width, np.random.default_rng(0))
+def measure(rows: int, width: int = 256, rounds: int = 5) -> dict[str, shared.Cost]:
+    """The costs of the loss with its gradient, of pairs that resemble each other somewhat, without ids."""
+    x, noise = np.random.default_rng(0).normal(size=(2, rows, width))
+    pair = ((z / np.linalg.norm(z, axis=1, keepdims=True)).astype(np.float32) for z in (x, x + 2 * noise))
     where = np.arange(rows) < 5 * rows // 8
-    losses = {MASKSAFE: lambda x, y, s: masksafe.losses.info_nce_loss(x, y, scale=s, where=where)}
-    losses[CLIP] = lambda x, y, s: clip_loss(x, y, s, where, where)
-    arguments = jax.device_put((x, y, np.float32(20)))
-    programs = {
-        name: jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arguments).compile() for name, loss in losses.items()
+    losses = {
+        MASKSAFE: lambda x, y, s: masksafe.losses.info_nce_loss(x, y, scale=s, where=where),
+        CLIP: lambda x, y, s: clip_loss(x, y, s, where, where),
     }
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, program in programs.items():
-            jax.block_until_ready(program(*arguments))
-            start = time.perf_counter()
-            jax.block_until_ready(program(*arguments))
-            times[name].append(time.perf_counter() - start)
-    return {
-        name: Cost(statistics.median(times[name]), program.memory_analysis().temp_size_in_bytes)
-        for name, program in programs.items()
-    }
+    functions = {name: jax.value_and_grad(loss, (0, 1, 2)) for name, loss in losses.items()}
+    return shared.costs_of(functions, jax.device_put((*pair, np.float32(20))), rounds)
 
 
-# Tables and the picture.
+def line_of(name: str, record: Record, held_out: Pairs) -> list[str]:
+    middle, last = record.recalls[len(record.recalls) // 2], record.recalls[-1]
+    cells = [f"{middle:.3f}", f"{last:.3f}", f"{recall(record.params, held_out, 5):.3f}"]
+    return [name, str(len(record.losses)), *(["NaN"] * 3 if record.has_ended else cells)]
 
 
-def show_effects(console: Console) -> None:
-    table = Table(
-        "the padding holds", *LOSSES, title="The loss of five pairs, two of them alike, and three padded ones"
-    )
-    for padding in (ZEROS, LAST_ROW, GARBAGE):
-        table.add_row(padding, *(effect(name, padding) for name in LOSSES))
-    console.print(table)
-
-
-def show_runs(records: dict[str, Record], held_out: Pairs, console: Console) -> None:
-    table = Table("", "steps", "recall@1 half-way", "recall@1", "recall@5", title="Docstrings that find their name")
-    for name, record in records.items():
-        middle, last = record.recalls[len(record.recalls) // 2], record.recalls[-1]
-        cells = [f"{middle:.3f}", f"{last:.3f}", f"{recall(record.params, held_out, 5):.3f}"]
-        table.add_row(name, str(len(record.losses)), *(["NaN"] * 3 if record.has_ended else cells))
-    console.print(table)
-
-
-def show_costs(costs: dict[int, dict[str, Cost]], console: Console) -> None:
-    table = Table("rows", "", "ms", "MiB", title="The loss and its gradient, of 256 columns")
-    for rows, of_losses in costs.items():
-        for name, cost in of_losses.items():
-            table.add_row(str(rows), name, f"{1e3 * cost.seconds:.0f}", f"{cost.temporary_bytes / 2**20:.0f}")
-    console.print(table)
-
-
-def show_found(params: Params, functions: list[tuple[str, str]], held_out: Pairs, console: Console) -> None:
-    table = Table("docstring", "name", "the nearest", title="Functions that are not trained on")
-    nearest = np.argsort(-np.asarray(cosines(params, held_out)), 1)[:, :3]
-    for i in [i for i, (docstring, _) in enumerate(functions) if len(docstring) < 60 and docstring.endswith(".")][:8]:
-        table.add_row(*functions[i], ", ".join(functions[j][1] for j in nearest[i]))
-    console.print(table)
-
-
-def draw(records: dict[str, Record], costs: dict[int, dict[str, Cost]], path: Path) -> None:
+def draw(records: dict[str, Record], costs: dict[int, dict[str, shared.Cost]], path: Path) -> None:
     with plt.rc_context({"font.size": 13}):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 6), width_ratios=(5, 2), layout="constrained")
         draw_recalls(left, records)
         draw_memory(right, *list(costs.items())[-1])
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
+        shared.save(figure, path)
 
 
 def draw_recalls(axis: Any, records: dict[str, Record]) -> None:
@@ -431,7 +339,7 @@ def draw_recalls(axis: Any, records: dict[str, Record]) -> None:
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), title="loss, and what the padding holds")
 
 
-def draw_memory(axis: Any, rows: int, costs: dict[str, Cost]) -> None:
+def draw_memory(axis: Any, rows: int, costs: dict[str, shared.Cost]) -> None:
     mebibytes = [cost.temporary_bytes / 2**20 for cost in costs.values()]
     bars = axis.bar([name.replace(" ", "\n") for name in costs], mebibytes, color=("deepskyblue", "lightgrey"))
     axis.bar_label(bars, fmt="%.0f")
@@ -439,26 +347,27 @@ def draw_memory(axis: Any, rows: int, costs: dict[str, Cost]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=10, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
-    arguments, console = parser.parse_args(), Console(soft_wrap=True)
-    show_effects(console)
-
+    arguments, console = shared.parser_of(__doc__, epochs=10).parse_args(), Console(soft_wrap=True)
     functions = select_functions(read_functions())
     everything = make_pairs(functions)
     for_training, for_tests = hold_out(everything, HELD_OUT, np.random.default_rng(0))
     pairs, held_out = everything.rows(for_training), everything.rows(for_tests)
     console.print(f"{len(for_training)} functions to train on, {len(for_tests)} to find")
-    records = {name: train(name, pairs, held_out, arguments.epochs) for name in RUNS}
-    show_runs(records, held_out, console)
-    clean, garbage = records[CLEAN], records[POLLUTED]
-    console.print(f"masksafe, with garbage in the padding: {'the' if is_same(clean, garbage) else 'NOT the'} same bits")
-    show_found(clean.params, [functions[i] for i in for_tests], held_out, console)
+    records = {name: train(name, pairs, held_out, arguments.epochs, console) for name in RUNS}
+    lines = (line_of(name, record, held_out) for name, record in records.items())
+    header = ["", "steps", "recall@1 half-way", "recall@1", "recall@5"]
+    shared.show("Docstrings that find their name", header, lines, console)
+    clean, same = records[CLEAN], shared.same_bits(records[CLEAN], records[POLLUTED])
+    console.print(f"masksafe, with garbage in the padding: {'the' if same else 'NOT the'} same bits")
+    found = [functions[i] for i in for_tests]
+    nearest = np.argsort(-np.asarray(cosines(clean.params, held_out)), 1)[:, :3]
+    short = [i for i, (docstring, _) in enumerate(found) if len(docstring) < 60 and docstring.endswith(".")][:8]
+    lines = ([*found[i], ", ".join(found[j][1] for j in nearest[i])] for i in short)
+    shared.show("Functions that are not trained on", ["docstring", "name", "the nearest"], lines, console)
 
     costs = {rows: measure(rows) for rows in (1024, 4096)}
-    show_costs(costs, console)
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    of_rows = {f"{rows} rows": of for rows, of in costs.items()}
+    shared.show_costs(of_rows, "The loss and its gradient, of 256 columns", console)
     picture = arguments.output / "two_towers.png"
     draw(records, costs, picture)
     console.print(f"recall and memory are in {picture}")

@@ -10,51 +10,27 @@ python examples/benchmarks/all.py --quick            # a smoke run, into example
 import importlib
 from pathlib import Path
 
-import accumulation
 import attention
-import contrastive
-import cross_entropy
-import decoder
-import label_checks
-import linear_cross_entropy
-import linear_kl_divergence
-import linear_log_probs
+import formulas
+import linear
 import losses
 import normalization
-import routers
 import segments
-import softmax
-from command import main
-from pages import csv_of, fill_pages, publish
+import steps
+from command import main, publish
+from results import csv_of, fill_pages
 
-MODULES = [
-    cross_entropy,
-    linear_cross_entropy,
-    linear_log_probs,
-    linear_kl_divergence,
-    attention,
-    normalization,
-    softmax,
-    segments,
-    losses,
-    routers,
-    contrastive,
-    label_checks,
-    decoder,
-    accumulation,
-]
-BENCHMARKS = [module.BENCHMARK for module in MODULES]
+MODULES = losses, linear, attention, normalization, formulas, segments, steps
+BENCHMARKS = [benchmark for module in MODULES for benchmark in module.BENCHMARKS]
 
 
 def publish_others(docs: Path) -> None:
-    """What the scripts measure that are run by themselves, imported late: two of them set the number of devices."""
-    compiled, meshes, ring_attention, sweep = map(
-        importlib.import_module, ("compiled", "meshes", "ring_attention", "sweep")
-    )
-    publish([meshes.BENCHMARK, ring_attention.BENCHMARK], docs)
+    """What the programs measure that are run by themselves, imported late: one of them sets the number of devices."""
+    compiled, meshes, sweep = map(importlib.import_module, ("compiled", "meshes", "sweep"))
+    publish(meshes.BENCHMARKS, docs)
     if csv_of("sweep", docs).exists():
-        fill_pages(docs, {"sweep": sweep.section(docs)})
-    for target in (*compiled.TARGETS_OF_PAGE, compiled.TARGET_OF_SIZES):
+        fill_pages(docs, {"sweep": sweep.section_of(docs)})
+    for target in compiled.PLACES:
         if compiled.csv_of(target, docs).exists():
             compiled.publish(target, docs)
 

@@ -1,7 +1,5 @@
 """Attention against jax.nn and torch: self-attention of one sequence and of many, and a step of decoding.
 
-    python examples/benchmarks/attention.py [--quick] [--rounds N] [--plot-only]
-
 Eight heads of width 64. A length of 4096 takes jax.nn 2 GiB for the gradient.
 """
 
@@ -12,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command import main
-from measure import PASSES, VALUE, Benchmark, Case, Work, eager_too, random_normal
+from measure import VALUE, Benchmark, Work, cases_of, eager_too, random_normal
 
 import masksafe
 
@@ -93,7 +90,7 @@ def of_torch(is_causal: bool) -> Callable[..., Any]:
     return attention
 
 
-def prepare(mask: str, dtype: str, sizes: tuple[int, int, int], heads: int = HEADS) -> Work:
+def prepare(work: str, mask: str, dtype: str, sizes: tuple[int, int, int], heads: int = HEADS) -> Work:
     samples, queries, keys = sizes
     lengths = (queries, keys, keys)
     qkv = [random_normal((samples, length, heads, WIDTH), dtype, i) for i, length in enumerate(lengths)]
@@ -175,40 +172,18 @@ ADJUSTED: dict[str, tuple[np.ndarray, Callable[..., jax.Array], Callable[..., ja
 }
 
 
-def prepare_adjusted(name: str, sizes: tuple[int, int, int]) -> Work:
+def prepare_adjusted(work: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
     samples, queries, keys = sizes
     qkv = [random_normal((samples, length, HEADS, WIDTH), seed=i) for i, length in enumerate((queries, keys, keys))]
-    learned, ours, theirs = ADJUSTED[name]
+    learned, ours, theirs = ADJUSTED[mask.removeprefix("causal, ")]
     return Work({"masksafe": ours, "jax.nn": theirs}, (*qkv, jnp.asarray(learned)), leaves=4)
 
 
-CASES = [
-    Case(
-        "attention",
-        mask,
-        dtype,
-        size,
-        "{}x{}x{}".format(*SIZES[size]),
-        functools.partial(prepare, mask, dtype, SIZES[size]),
-        passes=(VALUE,) if size == "decoding" else PASSES,
-    )
-    for dtype, masks_of in MASKS.items()
-    for size, masks in masks_of.items()
-    for mask in masks
+GRID = [("attention", mask, dtype, size) for dtype, of in MASKS.items() for size, masks in of.items() for mask in masks]
+ADJUSTED_GRID = [
+    ("attention", f"causal, {m}", "float32", s) for m in ADJUSTED for s in ("tiny", "short", "large", "long")
 ]
-CASES += [
-    Case(
-        "attention",
-        f"causal, {name}",
-        "float32",
-        size,
-        "{}x{}x{}".format(*SIZES[size]),
-        functools.partial(prepare_adjusted, name, SIZES[size]),
-    )
-    for name in ADJUSTED
-    for size in ("tiny", "short", "large", "long")
-]
-BENCHMARK = Benchmark("attention", "Attention", (("masksafe", "jax.nn"), ("masksafe", "torch")), list(eager_too(CASES)))
-
-if __name__ == "__main__":
-    main([BENCHMARK])
+CASES = cases_of(prepare, SIZES, [of for of in GRID if of[3] != "decoding"])
+CASES += cases_of(prepare, SIZES, [of for of in GRID if of[3] == "decoding"], passes=(VALUE,))
+CASES += cases_of(prepare_adjusted, SIZES, ADJUSTED_GRID)
+BENCHMARKS = [Benchmark("attention", "Attention", (("masksafe", "jax.nn"), ("masksafe", "torch")), eager_too(CASES))]

@@ -10,11 +10,9 @@ the target (`pip install ".[gpu-compile]"` or `".[tpu-compile]"`); with `JAX_PLA
 """
 
 import argparse
-import datetime
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import hlo
@@ -23,20 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from measure import GRADIENT, PASSES, VALUE, versions, with_gradient
+from measure import GRADIENT, PASSES, VALUE, Row, environment_now, with_gradient
 from programs import TARGETS, Program, compile_for, devices
-from results import as_markdown, environment, fill, number, read_csv, write_csv
+from results import DOCS, MIB, as_markdown, csv_of, environment, fill_pages, number, read_csv, write_csv
 from rich.console import Console
 from rich.progress import track
 
 import masksafe
 from masksafe import losses
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, TABLE = DOCS / "performance" / "devices.md", DOCS / "benchmarks" / "compiled" / "exchanges.csv"
+TABLE = csv_of("compiled/exchanges", DOCS)
 NUMBERS = {"h100": 8, "v5e": 256}
-MIB = 2**20
-WHOLE = P()
+F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
+WHOLE, D, SECOND = P(), P("d"), P(None, "d")
 Shape = tuple[tuple[int, ...], Any, P]  # an array: its shape, its dtype, and how it is split
 
 
@@ -59,26 +56,6 @@ class Op:
 # The ops. `n` is the number of devices.
 
 
-def tokens(n: int) -> Sequence[Shape]:
-    return (
-        ((1024 * n, 1024), jnp.bfloat16, P("d")),
-        ((1024, 32768), jnp.bfloat16, WHOLE),
-        ((1024 * n,), jnp.int32, P("d")),
-    )
-
-
-def classes(n: int) -> Sequence[Shape]:
-    return (
-        ((4096, 1024), jnp.bfloat16, WHOLE),
-        ((1024, 4096 * n), jnp.bfloat16, P(None, "d")),
-        ((4096,), jnp.int32, WHOLE),
-    )
-
-
-def heads_of(shape: tuple[int, ...], split: P) -> Sequence[Shape]:
-    return ((shape, jnp.bfloat16, split),) * 3
-
-
 def mean_loss(kernel: jax.Array, features: jax.Array, labels: jax.Array) -> masksafe.MaskedMean:
     is_live = labels >= 0
     per_token = losses.softmax_cross_entropy_with_integer_labels(features @ kernel, labels, where=is_live)
@@ -97,128 +74,69 @@ def attention(**arguments: Any) -> Callable[..., jax.Array]:
     return functools.partial(masksafe.dot_product_attention, implementation="xla", **arguments)
 
 
-TIME = P(None, "d")
-OF_LINEAR = losses.linear_softmax_cross_entropy
-OF_INTEGERS = losses.softmax_cross_entropy_with_integer_labels
+def in_time(n: int) -> Sequence[Shape]:
+    return (((1, 1024 * n, 8, 64), BF16, SECOND),) * 3
+
+
+ring = functools.partial(attention, is_causal=True, axis_name="d")
+linear, integers = losses.linear_softmax_cross_entropy, losses.softmax_cross_entropy_with_integer_labels
+in_microbatches = masksafe.value_and_grad_of_mean(mean_loss, microbatches=4, axis_name="d")
+pairs = functools.partial(losses.info_nce_loss, axis_name="d")
 OPS = [
     Op(
-        "`mean(axis_name)`",
-        "elements",
-        mean_over_devices,
-        lambda n: (((1024 * n,), jnp.float32, P("d")), ((1024 * n,), bool, P("d"))),
+        *("`mean(axis_name)`", "elements", mean_over_devices),
+        lambda n: (((1024 * n,), F32, D), ((1024 * n,), bool, D)),
         manual=WHOLE,
     ),
     Op(
-        "`batch_norm(axis_name)`, 256 features",
-        "batch",
-        normalized_over_devices,
-        lambda n: (
-            ((4096 * n, 256), jnp.float32, P("d")),
-            *(((256,), jnp.float32, WHOLE),) * 2,
-            ((4096 * n, 1), bool, P("d")),
-        ),
-        leaves=3,
-        manual=P("d"),
+        *("`batch_norm(axis_name)`, 256 features", "batch", normalized_over_devices),
+        lambda n: (((4096 * n, 256), F32, D), *(((256,), F32, WHOLE),) * 2, ((4096 * n, 1), bool, D)),
+        *(3, D),
     ),
     Op(
-        "`layer_norm(axis_name)`, 4096 rows",
-        "features",
+        *("`layer_norm(axis_name)`, 4096 rows", "features"),
         lambda x, scale: masksafe.layer_norm(x, scale, axis_name="d"),
-        lambda n: (((4096, 128 * n), jnp.float32, P(None, "d")), ((128 * n,), jnp.float32, P("d"))),
+        lambda n: (((4096, 128 * n), F32, SECOND), ((128 * n,), F32, D)),
+        *(2, SECOND),
+    ),
+    Op("`softmax`, 4096 rows", "classes", masksafe.softmax, lambda n: (((4096, 512 * n), F32, SECOND),)),
+    Op(
+        *("`softmax_cross_entropy_with_integer_labels`", "rows", integers),
+        lambda n: (((1024 * n, 4096), F32, D), ((1024 * n,), I32, D)),
+    ),
+    Op(
+        *("the same, 4096 rows", "classes", integers),
+        lambda n: (((4096, 512 * n), F32, SECOND), ((4096,), I32, WHOLE)),
+    ),
+    Op(
+        *("`linear_softmax_cross_entropy`, kernel 1024x32768", "tokens", linear),
+        lambda n: (((1024 * n, 1024), BF16, D), ((1024, 32768), BF16, WHOLE), ((1024 * n,), I32, D)),
         leaves=2,
-        manual=P(None, "d"),
     ),
     Op(
-        "`softmax`, 4096 rows",
-        "classes",
-        masksafe.softmax,
-        lambda n: (((4096, 512 * n), jnp.float32, P(None, "d")),),
-    ),
-    Op(
-        "`softmax_cross_entropy_with_integer_labels`",
-        "rows",
-        OF_INTEGERS,
-        lambda n: (((1024 * n, 4096), jnp.float32, P("d")), ((1024 * n,), jnp.int32, P("d"))),
-    ),
-    Op(
-        "the same, 4096 rows",
-        "classes",
-        OF_INTEGERS,
-        lambda n: (((4096, 512 * n), jnp.float32, P(None, "d")), ((4096,), jnp.int32, WHOLE)),
-    ),
-    Op("`linear_softmax_cross_entropy`, kernel 1024x32768", "tokens", OF_LINEAR, tokens, leaves=2),
-    Op("the same, 4096 tokens", "classes", OF_LINEAR, classes, leaves=2),
-    Op(
-        "`value_and_grad_of_mean`, 4 micro-batches, kernel 1024x4096",
-        "batch",
-        masksafe.value_and_grad_of_mean(mean_loss, microbatches=4, axis_name="d"),
-        lambda n: (
-            ((1024, 4096), jnp.float32, WHOLE),
-            ((1024 * n, 1024), jnp.float32, P("d")),
-            ((1024 * n,), jnp.int32, P("d")),
-        ),
-        leaves=0,
-        manual=WHOLE,
-    ),
-    Op("`dot_product_attention`", "batch", attention(), lambda n: heads_of((n, 1024, 8, 64), P("d")), leaves=3),
-    Op(
-        "the same",
-        "heads",
-        attention(),
-        lambda n: heads_of((1, 1024, n, 64), P(None, None, "d")),
-        leaves=3,
-    ),
-    Op(
-        "the same, 1024 times a device, 8 heads",
-        "time",
-        attention(is_causal=True),
-        lambda n: heads_of((1, 1024 * n, 8, 64), TIME),
-        leaves=3,
-    ),
-    Op(
-        "the same with `axis_name`",
-        "time",
-        attention(is_causal=True, axis_name="d"),
-        lambda n: heads_of((1, 1024 * n, 8, 64), TIME),
-        leaves=3,
-        manual=TIME,
-    ),
-    Op(
-        "the same, a window of 2048",
-        "time",
-        attention(is_causal=True, local_window_size=(2048, 0), axis_name="d"),
-        lambda n: heads_of((1, 1024 * n, 8, 64), TIME),
-        leaves=3,
-        manual=TIME,
-    ),
-    Op(
-        "`info_nce_loss(axis_name)`, 1024 pairs a device, 512 wide",
-        "rows",
-        functools.partial(losses.info_nce_loss, axis_name="d"),
-        lambda n: (((1024 * n, 512), jnp.float32, P("d")),) * 2,
+        *("the same, 4096 tokens", "classes", linear),
+        lambda n: (((4096, 1024), BF16, WHOLE), ((1024, 4096 * n), BF16, SECOND), ((4096,), I32, WHOLE)),
         leaves=2,
-        manual=WHOLE,
+    ),
+    Op(
+        *("`value_and_grad_of_mean`, 4 micro-batches, kernel 1024x4096", "batch", in_microbatches),
+        lambda n: (((1024, 4096), F32, WHOLE), ((1024 * n, 1024), F32, D), ((1024 * n,), I32, D)),
+        *(0, WHOLE),
+    ),
+    Op("`dot_product_attention`", "batch", attention(), lambda n: (((n, 1024, 8, 64), BF16, D),) * 3, 3),
+    Op("the same", "heads", attention(), lambda n: (((1, 1024, n, 64), BF16, P(None, None, "d")),) * 3, 3),
+    Op("the same, 1024 times a device, 8 heads", "time", attention(is_causal=True), in_time, 3),
+    Op("the same with `axis_name`", "time", ring(), in_time, 3, SECOND),
+    Op("the same, a window of 2048", "time", ring(local_window_size=(2048, 0)), in_time, 3, SECOND),
+    Op(
+        *("`info_nce_loss(axis_name)`, 1024 pairs a device, 512 wide", "rows", pairs),
+        lambda n: (((1024 * n, 512), F32, D),) * 2,
+        *(2, WHOLE),
     ),
 ]
 
 
-# What they exchange.
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the CSV."""
-
-    op: str
-    split: str
-    target: str
-    devices: int
-    what: str
-    collectives: str
-    received_bytes: float
-    temporary_bytes: int
-    date: str
-    versions: str
+# What they exchange
 
 
 def compiled(op: Op, target: str, what: str, number_of_devices: int) -> Program:
@@ -239,26 +157,20 @@ def compiled(op: Op, target: str, what: str, number_of_devices: int) -> Program:
         return compile_for(target, fn, *shapes)
 
 
-def rows_of(op: Op, target: str, number_of_devices: int) -> Iterable[Row]:
+def rows_of(op: Op, target: str, number_of_devices: int) -> Iterator[Row]:
     for what in op.passes:
         program = compiled(op, target, what, number_of_devices)
-        found = ", ".join(f"{times} {kind}" for kind, times in sorted(program.collectives.items()))
-        received = hlo.received_bytes(program.exchanges, number_of_devices)
         yield Row(
             op=op.name,
             split=op.split,
             target=target,
             devices=number_of_devices,
             what=what,
-            collectives=found or "none",
-            received_bytes=received,
+            collectives=", ".join(f"{n} {kind}" for kind, n in sorted(program.collectives.items())) or "none",
+            received_bytes=hlo.received_bytes(program.exchanges, number_of_devices),
             temporary_bytes=program.temporary_bytes,
-            date=datetime.date.today().isoformat(),
-            versions=versions(),
+            **environment_now(),
         )
-
-
-# The page.
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -278,9 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=NUMBERS, action="append", help="may be given again; default: both")
     parser.add_argument("--plot-only", action="store_true", help="compile nothing: the page from the CSV")
-    arguments = parser.parse_args()
-    console = Console()
-    rows = read_csv(TABLE, Row) if TABLE.exists() else []
+    arguments, console, rows = parser.parse_args(), Console(), read_csv(TABLE)
     if not arguments.plot_only:
         for target in arguments.target or NUMBERS:
             if not TARGETS[target].is_installed:
@@ -289,8 +199,8 @@ def main() -> None:
             for op in track(OPS, f"Compiling for {NUMBERS[target]} {target}", console=console):
                 rows += rows_of(op, target, NUMBERS[target])
                 jax.clear_caches()
-        write_csv(TABLE, rows, Row)
-    PAGE.write_text(fill(PAGE.read_text(), "exchanges", table(rows)))
+        write_csv(TABLE, rows, ["machine", "python"])
+    fill_pages(DOCS, {"exchanges": table(rows)})
     console.print(table(rows), markup=False, soft_wrap=True)
 
 

@@ -9,11 +9,10 @@ compiler keeps on the chip are free, and copying them there costs what it reads.
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 UNKNOWN_TRIPS = 4  # of a loop whose length depends on values
-BRANCHES = ("dearest", "cheapest")
 
 # What needs no kernel. `AllocateBuffer` and the two others are what XLA for TPUs calls so.
 _FREE = {
@@ -39,31 +38,18 @@ class Kernel:
     cycles: int = 0  # the estimate of a TPU's compiler
 
 
-def kernels(text: str, unknown_trips: int = UNKNOWN_TRIPS, branch: str = "dearest") -> list[Kernel]:
-    """What an optimised program launches.
+def kernels(text: str, unknown_trips: int = UNKNOWN_TRIPS) -> list[Kernel]:
+    """What an optimised program launches, `compiled.as_text()`; of a conditional the dearest branch.
 
-    Args:
-      text: the program, `compiled.as_text()`.
-      unknown_trips: how often a loop runs whose length depends on values.
-      branch: of a conditional, the "dearest" or the "cheapest" branch counts.
+    A loop whose length depends on values is taken to run `unknown_trips` times.
     """
-    if branch not in BRANCHES:
-        raise ValueError(f"branch is {branch!r}, expected one of {BRANCHES}")
     computations = parse(text)
     (entry,) = (name for name, computation in computations.items() if computation.is_entry)
-    return list(_Walk(computations, unknown_trips, max if branch == "dearest" else min).of(entry, 1))
+    return list(_Walk(computations, unknown_trips).of(entry, 1))
 
 
 def bytes_of(found: Sequence[Kernel]) -> float:
     return sum(kernel.bytes_moved * kernel.times for kernel in found)
-
-
-def cycles_of(found: Sequence[Kernel]) -> int:
-    return sum(kernel.cycles * kernel.times for kernel in found)
-
-
-def launches_of(found: Sequence[Kernel]) -> int:
-    return sum(kernel.times for kernel in found)
 
 
 def exchanges(found: Sequence[Kernel]) -> Iterator[tuple[str, str, int]]:
@@ -196,7 +182,6 @@ class _Walk:
 
     computations: dict[str, Computation]
     unknown_trips: int
-    choose: Callable[..., list[Kernel]]
 
     def of(self, name: str, times: int) -> Iterator[Kernel]:
         computation = self.computations[name]
@@ -210,7 +195,7 @@ class _Walk:
                 names = [name for attribute in called for name in called[attribute]]
                 branches = [list(self.of(branch, times)) for branch in names]
                 yield Kernel(f"{name}/{instruction.name}: the predicate to the host", "copy", "pred[]", 1, times)
-                yield from self.choose(branches, key=bytes_of)
+                yield from max(branches, key=bytes_of)
             elif op == "call":
                 yield from self.of(called["to_apply"][0], times)
             elif op in ("async-start", "call-start"):
@@ -241,17 +226,13 @@ def _trips(loop: Instruction, condition: Computation, computations: dict[str, Co
     if condition.root.op == "fusion":
         arguments = [condition[name] for name in condition.root.args]
         condition = computations[condition.root.called["calls"][0]]
-        limits = {p.name: arguments[_number(p)] for p in condition.values() if p.op == "parameter"}
+        limits = {p.name: arguments[int(p.inside)] for p in condition.values() if p.op == "parameter"}
     else:
         limits = {}
     if condition.root.op != "compare" or "direction=LT" not in condition.root.attributes:
         return None
     counter, limit = (limits.get(name, condition[name]) for name in condition.root.args)
     return int(limit.inside) if limit.op == "constant" and counter.op == "get-tuple-element" else None
-
-
-def _number(parameter: Instruction) -> int:
-    return int(parameter.inside)
 
 
 # A kernel
@@ -310,7 +291,7 @@ def _bytes_of_fusion(fused: Computation, operands: Sequence[str]) -> float:
     for instruction in reversed(fused.values()):  # users stand after what they use
         _spread(fused, instruction, needed)
     reads = (
-        _bytes_of_as_many(operands[_number(p)], needed.get(p.name, 0)) for p in fused.values() if p.op == "parameter"
+        _bytes_of_as_many(operands[int(p.inside)], needed.get(p.name, 0)) for p in fused.values() if p.op == "parameter"
     )
     return written + sum(reads)
 

@@ -1,6 +1,7 @@
-"""Every loss that has no benchmark of its own against optax's, without a mask.
+"""The losses against optax and torch: cross-entropies of integer and one-hot labels, and every other loss of optax.
 
-python examples/benchmarks/losses.py [--quick] [--rounds N] [--plot-only]
+torch takes part where it can: in the cross-entropies without a mask, and with rows of integer labels masked by its
+`ignore_index`.
 """
 
 import functools
@@ -10,16 +11,69 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command import main
-from measure import Benchmark, Case, Work, by_x, eager_too, random_labels, random_normal
+from measure import Benchmark, Work, cases_of, eager_too, grid_of, random_bits, random_labels, random_normal
 
 import masksafe
+
+# Cross-entropies
+
+CROSS_ENTROPIES = {"integer": "softmax_cross_entropy_with_integer_labels", "one-hot": "softmax_cross_entropy"}
+MASKS = ("none", "rows", "classes")
+SIZES_OF_CROSS_ENTROPY = {"tiny": (8, 10), "narrow": (4096, 64), "middle": (4096, 1024), "large": (2048, 32768)}
+DTYPES = {"float32": tuple(SIZES_OF_CROSS_ENTROPY), "bfloat16": ("middle", "large"), "float16": ("middle",)}
+IGNORED = -100
+
+
+def cross_entropy_of_optax(name: str) -> Callable[..., jax.Array]:
+    """A mask of rows is applied as optax's users apply it: to the losses."""
+
+    def loss(logits: jax.Array, labels: jax.Array, where: jax.Array | None) -> jax.Array:
+        import optax
+
+        fn = getattr(optax, name)
+        if where is None or where.ndim == logits.ndim:
+            return fn(logits, labels, where=where)
+        return jnp.where(where, fn(logits, labels), 0)
+
+    return loss
+
+
+def cross_entropy_of_torch(logits: Any, labels: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+
+
+def prepare_cross_entropy(kind: str, mask: str, dtype: str, shape: tuple[int, int]) -> Work:
+    logits, labels = random_normal(shape, dtype), random_labels(shape[:1], shape[1])
+    where = {"none": None, "rows": random_bits(shape[:1], 0.5), "classes": random_bits(shape, 0.5)}[mask]
+    if mask == "classes":
+        where |= labels[:, None] == jnp.arange(shape[1])
+    ours = getattr(masksafe.losses, CROSS_ENTROPIES[kind])
+    functions = {
+        "masksafe": lambda logits, labels, where: ours(logits, labels, where=where),
+        "optax": cross_entropy_of_optax(CROSS_ENTROPIES[kind]),
+    }
+    in_torch = mask == "none" or (mask, kind) == ("rows", "integer")
+    for_torch = jnp.where(where, labels, IGNORED) if mask == "rows" else labels
+    if kind == "one-hot":
+        labels = for_torch = jax.nn.one_hot(labels, shape[1], dtype=dtype)
+    functions |= {"torch": cross_entropy_of_torch} if in_torch else {}
+    return Work(functions, (logits, labels, where), torch_args=(logits, for_torch))
+
+
+# Every other loss
 
 SIZES = {"tiny": (8, 16), "middle": (1024, 256), "large": (8192, 1024)}  # rows, classes
 CTC = {"tiny": (2, 16, 4), "middle": (8, 64, 16), "large": (16, 256, 48)}  # samples, frames, words
 # optax's ntxent has an array of rows x rows x width, and its sparsemax a loop over rows.
 MOST = {"ntxent": (512, 128), "multiclass_sparsemax_loss": (1024, 1 << 20)}
 EAGER = ("squared_error", "sigmoid_binary_cross_entropy", "ctc_loss")
+WITHOUT_MASK = {  # no loss for each row or element, or no mask
+    *("ranking_softmax_loss", "multiclass_generalized_dice_loss", "ntxent"),
+    *("ctc_loss_with_forward_probs", "safe_softmax_cross_entropy"),
+}
+FLOAT32_ONLY = {"multiclass_sparsemax_loss"}  # optax's gradient fails with 16-bit floats
 Shape = tuple[int, ...]
 
 
@@ -32,9 +86,8 @@ def with_targets(of_targets: Callable[[jax.Array], Any], shape: Shape) -> tuple[
     return x, of_targets(y)
 
 
-def with_labels(shape: Shape) -> tuple[Any, ...]:
-    rows, classes = shape
-    return random_normal(shape), random_labels((rows,), classes)
+def with_labels(shape: Shape, classes: int = 0) -> tuple[Any, ...]:
+    return random_normal(shape), random_labels(shape[:1], classes or shape[1])
 
 
 def distributions(logarithms: bool, shape: Shape) -> tuple[Any, ...]:
@@ -57,24 +110,9 @@ def speech(shape: Shape) -> tuple[Any, ...]:
     return random_normal((samples, frames, classes)), padding(frames), labels, padding(words)
 
 
-def embeddings(shape: Shape) -> tuple[Any, ...]:
-    rows, _ = shape
-    return random_normal(shape), random_labels((rows,), max(2, rows // 8))
-
-
-def triplets(shape: Shape) -> tuple[Any, ...]:
-    return (*pair(shape), random_normal(shape, seed=2))
-
-
-def as_bits(y: jax.Array) -> jax.Array:
-    return (y > 0).astype(jnp.float32)
-
-
-TARGETS = functools.partial(with_targets, lambda y: y)
-BITS = functools.partial(with_targets, as_bits)
-SIGNS = functools.partial(with_targets, lambda y: 2 * as_bits(y) - 1)
-SHARES = functools.partial(with_targets, jax.nn.softmax)
-SHARES_OF, LOGARITHMS_OF = functools.partial(distributions, False), functools.partial(distributions, True)
+TARGETS, SHARES = (functools.partial(with_targets, of) for of in (lambda y: y, jax.nn.softmax))
+BITS = functools.partial(with_targets, lambda y: (y > 0).astype(jnp.float32))
+SIGNS = functools.partial(with_targets, lambda y: 2 * (y > 0).astype(jnp.float32) - 1)
 ARGUMENTS: dict[str, Callable[[Shape], tuple[Any, ...]]] = {
     **dict.fromkeys(("squared_error", "l2_loss", "huber_loss", "log_cosh"), TARGETS),
     **dict.fromkeys(("cosine_similarity", "cosine_distance"), TARGETS),
@@ -83,20 +121,23 @@ ARGUMENTS: dict[str, Callable[[Shape], tuple[Any, ...]]] = {
     **dict.fromkeys(("multiclass_hinge_loss", "multiclass_perceptron_loss", "multiclass_sparsemax_loss"), with_labels),
     "sparsemax_loss": functools.partial(with_targets, lambda y: (y > 0).astype(jnp.int32)),
     **dict.fromkeys(("safe_softmax_cross_entropy", "poly_loss_cross_entropy", "ranking_softmax_loss"), SHARES),
-    **dict.fromkeys(("kl_divergence", "generalized_kl_divergence", "convex_kl_divergence"), SHARES_OF),
-    "kl_divergence_with_log_targets": LOGARITHMS_OF,
+    **dict.fromkeys(
+        ("kl_divergence", "generalized_kl_divergence", "convex_kl_divergence"), functools.partial(distributions, False)
+    ),
+    "kl_divergence_with_log_targets": functools.partial(distributions, True),
     "binary_dice_loss": functools.partial(pixels, 1),
     **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), functools.partial(pixels, 8)),
     **dict.fromkeys(("ctc_loss", "ctc_loss_with_forward_probs"), speech),
-    "ntxent": embeddings,
-    "triplet_margin_loss": triplets,
+    "ntxent": lambda shape: with_labels(shape, max(2, shape[0] // 8)),
+    "triplet_margin_loss": lambda shape: (*pair(shape), random_normal(shape, seed=2)),
     "smooth_labels": lambda shape: (jax.nn.softmax(pair(shape)[0]), 0.1),
     "make_fenchel_young_loss": TARGETS,
 }
 
 
-def of_masksafe(name: str) -> Callable[..., Any]:
-    return loss_of(masksafe.losses, name)
+def loss_of(library: Any, name: str) -> Callable[..., Any]:
+    fn = getattr(library, name)
+    return fn(jax.nn.logsumexp) if name == "make_fenchel_young_loss" else fn
 
 
 def of_optax(name: str) -> Callable[..., Any]:
@@ -108,13 +149,25 @@ def of_optax(name: str) -> Callable[..., Any]:
     return loss
 
 
-def loss_of(library: Any, name: str) -> Callable[..., Any]:
-    fn = getattr(library, name)
-    return fn(jax.nn.logsumexp) if name == "make_fenchel_young_loss" else fn
+def prepare(name: str, mask: str, dtype: str, shape: Shape) -> Work:
+    args = jax.tree.map(jnp.asarray, ARGUMENTS[name](shape))
+    args = tuple(x.astype(dtype) if x.dtype == jnp.float32 else x for x in args)
+    work = Work({"masksafe": loss_of(masksafe.losses, name), "optax": of_optax(name)}, args)
+    return work if mask == "none" else with_mask(work)
 
 
-def prepare(name: str, size: str) -> Work:
-    return Work({"masksafe": of_masksafe(name), "optax": of_optax(name)}, ARGUMENTS[name](shape_of(name, size)))
+def with_mask(work: Work) -> Work:
+    """The work with a mask of what is a loss of its own: an element or a row. optax's users select among the losses."""
+    ours, peers = work.functions["masksafe"], work.functions["optax"]
+    shape = jax.eval_shape(ours, *work.args).shape
+    dimensions = work.args[0].ndim
+    rows_are_whole = len(shape) == dimensions or dimensions > 2
+    where = random_bits(shape if rows_are_whole else (*shape, 1), 0.7)
+    functions = {
+        "masksafe": lambda *args: ours(*args[:-1], where=args[-1]),
+        "optax": lambda *args: jnp.where(args[-1].reshape(shape), peers(*args[:-1]), 0),
+    }
+    return Work(functions, (*work.args, where))
 
 
 def shape_of(name: str, size: str) -> Shape:
@@ -127,13 +180,16 @@ def at_most(name: str, shape: Shape) -> Shape:
 
 
 CASES = [
-    Case(name, "none", "float32", size, by_x(shape_of(name, size)), functools.partial(prepare, name, size))
+    case
     for name in ARGUMENTS
     for size in SIZES
     if (name, size) != ("ntxent", "large")  # it would be the middle one
+    for case in cases_of(prepare, {size: shape_of(name, size)}, [(name, "none", "float32", size)])
 ]
-EAGER_CASES = [case for case in eager_too(CASES) if case.eager and case.work in EAGER]
-BENCHMARK = Benchmark("losses", "All losses", (("masksafe", "optax"),), CASES + EAGER_CASES)
-
-if __name__ == "__main__":
-    main([BENCHMARK])
+OF_CROSS_ENTROPY = cases_of(prepare_cross_entropy, SIZES_OF_CROSS_ENTROPY, grid_of(CROSS_ENTROPIES, MASKS, DTYPES))
+BENCHMARKS = [
+    Benchmark(
+        *("cross_entropy", "Cross-entropy", (("masksafe", "optax"), ("masksafe", "torch"))), eager_too(OF_CROSS_ENTROPY)
+    ),
+    Benchmark("losses", "All losses", (("masksafe", "optax"),), eager_too(CASES, EAGER)),
+]

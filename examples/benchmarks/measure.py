@@ -1,17 +1,14 @@
 """The core of the benchmarks: what a case is, and how its candidates are timed so that nobody is favoured.
 
-A benchmark is a module with a `BENCHMARK`: a table of cases, each of which says what work it is, of what mask, dtype
-and shape, and which function of which library does it. Everything else is here and in `command.py`: candidates take
+A case says what work it is, of what mask, dtype and shape, and which function of which library does it. Candidates take
 turns in a new order each round, with a pause before each; the minimum and the median of the rounds are kept, for the
 value alone and for the value with its gradient.
-
-    python examples/benchmarks/all.py --quick
-    python examples/benchmarks/attention.py
 """
 
 import contextlib
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import math
@@ -20,9 +17,10 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -38,6 +36,9 @@ VALUE, GRADIENT = PASSES = ("value", "value with gradient")
 OPTIONAL = ("optax", "flax", "torch", "tokamax")  # peers, which need not be installed
 
 
+# Cases
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A call that returns when its work is done, and what is known of its program."""
@@ -45,15 +46,6 @@ class Candidate:
     run: Callable[[], Any]
     temporary_bytes: int | None = None
     compile_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds a call."""
-
-    minimum: float
-    median: float
-    rounds: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +67,9 @@ class Work:
         step, args = pulled_back(fn, self.args, self.leaves) if gradient else (fn, self.args)
         return in_jax(step, args, eager=eager)
 
+    def without(self, name: str) -> "Work":
+        return dataclasses.replace(self, functions={n: fn for n, fn in self.functions.items() if n != name})
+
 
 @dataclass(frozen=True)
 class Case:
@@ -89,10 +84,8 @@ class Case:
     eager: bool = False
     passes: tuple[str, ...] = PASSES
 
-    @property
-    def columns(self) -> dict[str, str]:
-        """What a line of a CSV says of the case."""
-        return {name: getattr(self, name) for name in ("work", "mask", "dtype", "size", "shape")}
+    def __str__(self) -> str:
+        return f"{self.work}, {self.mask}, {self.dtype}, {self.size}"
 
 
 @dataclass(frozen=True)
@@ -105,28 +98,48 @@ class Benchmark:
     cases: Sequence[Case]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a CSV: one candidate in one pass of one case."""
+def cases_of(
+    prepare: Callable[..., Work],
+    sizes: Mapping[str, Any],
+    grid: Iterable[tuple[str, str, str, str]],
+    text: Callable[[Any], str] | None = None,
+    **fields: Any,
+) -> list[Case]:
+    """The cases of a grid of work, mask, dtype and size; `prepare` gets the first three and the shape of the size."""
+    return [
+        Case(*of, (text or by_x)(sizes[of[3]]), functools.partial(prepare, *of[:3], sizes[of[3]]), **fields)
+        for of in grid
+    ]
 
-    benchmark: str
-    work: str
-    mask: str
-    dtype: str
-    size: str
-    shape: str
-    eager: bool
-    what: str
-    candidate: str
+
+def grid_of(
+    works: Iterable[str], masks: Iterable[str], dtypes: Mapping[str, Iterable[str]]
+) -> list[tuple[str, str, str, str]]:
+    """All works with all masks, in the sizes of each dtype."""
+    return [(w, m, dtype, size) for w in works for m in masks for dtype, sizes in dtypes.items() for size in sizes]
+
+
+def eager_too(cases: Sequence[Case], works: Iterable[str] | None = None) -> list[Case]:
+    """The cases, and the tiny ones (or those of such works) once more without `jax.jit`."""
+    small = [case for case in cases if (case.size, case.dtype) == ("tiny", "float32")]
+    chosen = [case for case in small if works is None or case.work in works]
+    return [*cases, *(dataclasses.replace(case, size=f"{case.size}, eager", eager=True) for case in chosen)]
+
+
+def by_x(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+# Timing
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call."""
+
+    minimum: float
+    median: float
     rounds: int
-    minimum_ms: float
-    median_ms: float
-    temporary_bytes: int | None
-    compile_s: float | None
-    date: str
-    machine: str
-    python: str
-    versions: str
 
 
 def measure(
@@ -167,45 +180,45 @@ def seconds_a_call(run: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def measure_case(benchmark: str, case: Case, rounds: int, budget: float) -> list[Row]:
+# Rows
+
+
+class Row(SimpleNamespace):
+    """One line of a CSV: one candidate in one pass of one case."""
+
+
+def row_of(benchmark: str, case: Case, what: str, candidate: str, **figures: Any) -> Row:
+    columns = {name: getattr(case, name) for name in ("work", "mask", "dtype", "size", "shape", "eager")}
+    return Row(benchmark=benchmark, **columns, what=what, candidate=candidate, **figures, **environment_now())
+
+
+def environment_now() -> dict[str, str]:
+    date, python = datetime.date.today().isoformat(), platform.python_version()
+    return {"date": date, "machine": machine(), "python": python, "versions": versions()}
+
+
+def measure_case(benchmark: str, case: Case, rounds: int, budget: float) -> Iterator[Row]:
     """The rows of a case. Candidates whose library is not installed have none."""
     work = case.prepare()
-    names = [name for name in work.functions if is_installed(name)]
-    rows = []
     for what in case.passes:
-        candidates = {name: work.candidate(name, gradient=what == GRADIENT, eager=case.eager) for name in names}
-        timings = measure({name: candidate.run for name, candidate in candidates.items()}, rounds, budget)
-        rows += [row_of(benchmark, case, what, name, timings[name], candidates[name]) for name in names]
-    return rows
+        names = [name for name in work.functions if is_installed(name)]
+        found = {name: work.candidate(name, gradient=what == GRADIENT, eager=case.eager) for name in names}
+        timings = measure({name: candidate.run for name, candidate in found.items()}, rounds, budget)
+        for name, candidate in found.items():
+            program = {"temporary_bytes": candidate.temporary_bytes, "compile_s": candidate.compile_seconds}
+            yield row_of(benchmark, case, what, name, **milliseconds(timings[name]), **program)
 
 
-def row_of(benchmark: str, case: Case, what: str, name: str, timing: Timing, candidate: Candidate) -> Row:
-    return Row(
-        benchmark=benchmark,
-        **case.columns,
-        eager=case.eager,
-        what=what,
-        candidate=name,
-        rounds=timing.rounds,
-        minimum_ms=float(f"{1e3 * timing.minimum:.4g}"),
-        median_ms=float(f"{1e3 * timing.median:.4g}"),
-        temporary_bytes=candidate.temporary_bytes,
-        compile_s=candidate.compile_seconds,
-        date=datetime.date.today().isoformat(),
-        machine=machine(),
-        python=platform.python_version(),
-        versions=versions(),
-    )
+def milliseconds(timing: Timing) -> dict[str, Any]:
+    times = {"minimum_ms": timing.minimum, "median_ms": timing.median}
+    return {"rounds": timing.rounds} | {name: float(f"{1e3 * x:.4g}") for name, x in times.items()}
 
 
 def is_installed(name: str) -> bool:
     return name not in OPTIONAL or importlib.util.find_spec(name) is not None
 
 
-def missing(benchmark: Benchmark) -> list[str]:
-    return sorted({name for pair in benchmark.ratios for name in pair if not is_installed(name)})
-
-
+@functools.cache
 def machine() -> str:
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text().splitlines() if cpus.exists() else []
@@ -213,6 +226,7 @@ def machine() -> str:
     return f"{(models or [platform.machine()])[0]}, {os.cpu_count()} cores, {platform.system()}"
 
 
+@functools.cache
 def versions() -> str:
     packages = [name for name in ("masksafe", "jax", "numpy", *OPTIONAL) if importlib.util.find_spec(name)]
     return ", ".join(f"{name} {version(name)}" for name in packages)
@@ -245,9 +259,8 @@ def in_jax(
         with context():
             program = jitted.lower(*args).compile()
         seconds.append(time.perf_counter() - start)
-    return Candidate(
-        called(jitted, args, context), program.memory_analysis().temp_size_in_bytes, round(min(seconds), 3)
-    )
+    temporary_bytes = program.memory_analysis().temp_size_in_bytes
+    return Candidate(called(jitted, args, context), temporary_bytes, round(min(seconds), 3))
 
 
 def called(fn: Callable[..., Any], args: tuple[Any, ...], context: Context) -> Callable[[], None]:
@@ -283,12 +296,7 @@ def in_torch(fn: Callable[..., Any], args: tuple[Any, ...], leaves: int, *, grad
 
     tensors = [as_tensor(x).requires_grad_(gradient and i < leaves) for i, x in enumerate(args)]
     if not gradient:
-
-        def value() -> None:
-            with torch.inference_mode():
-                fn(*tensors)
-
-        return Candidate(value)
+        return Candidate(torch.inference_mode()(lambda: fn(*tensors)))
     cotangent = torch.randn_like(fn(*tensors).detach())
     return Candidate(lambda: torch.autograd.grad(fn(*tensors), tensors[:leaves], cotangent))
 
@@ -329,15 +337,3 @@ def random_labels(shape: Sequence[int], classes: int, seed: int = 0) -> jax.Arra
 
 def is_traced() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
-
-
-def by_x(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
-
-
-def eager_too(cases: Sequence[Case], sizes: Sequence[str] = ("tiny",)) -> Iterator[Case]:
-    """The cases, and those of the sizes once more without `jax.jit`."""
-    yield from cases
-    for case in cases:
-        if case.size in sizes and case.dtype == "float32":
-            yield dataclasses.replace(case, size=f"{case.size}, eager", eager=True)

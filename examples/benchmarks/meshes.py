@@ -1,31 +1,37 @@
-"""Arrays split over four devices: what the ops cost on explicit and automatic axes, and in a `jax.shard_map` by hand.
+"""Arrays split over devices: what the ops cost on explicit and automatic axes, and in a `jax.shard_map` by hand.
 
-    python examples/benchmarks/meshes.py [--quick] [--rounds N] [--plot-only]
+    python examples/benchmarks/meshes.py [--only ring_attention] [--quick] [--rounds N] [--plot-only]
 
 The devices are virtual ones of this machine's CPU and share its cores, so that a time is that of the work of all of
-them; a process has them from its start on, for which reason this is no part of `all.py`. optax and jax.nn get
-automatic axes.
+them; a process has them from its start on, for which reason this is no part of `all.py`. Four of them split the arrays
+of the first benchmark, where optax and jax.nn get automatic axes.
+
+In ring attention all eight split time inside `jax.shard_map`. The ring sends keys and values on, a part at a time; the
+other candidate gathers them, and tells attention the positions of its queries. A real ring waits for its slowest
+device, and shares no memory. `exchanges.py` says what a device receives from the others.
 """
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DEVICES = 4
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+DEVICES, RING_DEVICES = 4, 8
+if "jax" not in sys.modules:  # which reads it once
+    number = f"--xla_force_host_platform_device_count={RING_DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{number} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import linear_cross_entropy  # noqa: E402
+import linear  # noqa: E402
 import normalization  # noqa: E402
 import optax  # noqa: E402
 from command import main  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
-from measure import Benchmark, Candidate, Case, Work, by_x, in_jax, pulled_back, random_bits, random_labels  # noqa: E402
+from measure import Benchmark, Candidate, Work, cases_of, in_jax, pulled_back, random_bits, random_labels  # noqa: E402
 from measure import random_normal as normal  # noqa: E402
 
 import masksafe  # noqa: E402
@@ -61,8 +67,9 @@ class OnMesh(Work):
         return in_jax(step, args, eager=eager, context=functools.partial(jax.set_mesh, mesh))
 
 
-def mesh_of(kind: AxisType) -> Mesh:
-    return jax.make_mesh((DEVICES,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:DEVICES])
+@functools.cache
+def mesh_of(kind: AxisType, number: int = DEVICES, axis: str = AXIS) -> Mesh:
+    return jax.make_mesh((number,), (axis,), axis_types=(kind,), devices=jax.devices()[:number])
 
 
 def put(mesh: Mesh, args: Sequence[Any], specs: Sequence[P]) -> tuple[Any, ...]:
@@ -83,62 +90,122 @@ def linear_of_classes(features: jax.Array, kernel: jax.Array, labels: jax.Array,
     return masksafe.losses.linear_softmax_cross_entropy(features, kernel, labels, where=mask, axis_name=AXIS)
 
 
-def prepare_linear(split: str, size: str) -> Work:
-    tokens, width, classes = SIZES[size]
+def split_of(work: str) -> str:
+    return work.split(", ")[1]
+
+
+def prepare_linear(work: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
+    (tokens, width, classes), split = sizes, split_of(work)
     args = normal((tokens, width)), normal((width, classes), seed=1) / width**0.5
     args = *args, random_labels((tokens,), classes), random_bits((tokens,), UNMASKED)
     by_hand = linear_of_tokens if split == "tokens" else linear_of_classes
     functions = {
-        "masksafe": linear_cross_entropy.of_masksafe,
+        "masksafe": linear.of_masksafe,
         "shard_map": in_shard_map(by_hand, LINEAR[split], P()),
-        "automatic": linear_cross_entropy.of_masksafe,
-        "optax": linear_cross_entropy.of_optax,
+        "automatic": linear.of_masksafe,
+        "optax": linear.of_optax,
     }
     return OnMesh(functions, args, leaves=2, specs=LINEAR[split])
 
 
-def prepare_attention(split: str, size: str) -> Work:
+def prepare_attention(work: str, mask: str, dtype: str, shape: tuple[int, ...]) -> Work:
     ours = functools.partial(masksafe.dot_product_attention, is_causal=True)
-    specs = (ATTENTION[split],) * 3
+    specs = (ATTENTION[split_of(work)],) * 3
     functions = {
         "masksafe": ours,
         "shard_map": in_shard_map(ours, specs, specs[0]),
         "automatic": ours,
         "jax.nn": functools.partial(jax.nn.dot_product_attention, is_causal=True),
     }
-    return OnMesh(functions, tuple(normal(SHAPES[size], seed=i) for i in range(3)), leaves=3, specs=specs)
+    return OnMesh(functions, tuple(normal(shape, seed=i) for i in range(3)), leaves=3, specs=specs)
 
 
-def prepare_cross_entropy(split: str, size: str) -> Work:
-    logits = normal(ROWS[size])
-    args = logits, jax.nn.softmax(normal(ROWS[size], seed=1))
+def prepare_cross_entropy(work: str, mask: str, dtype: str, shape: tuple[int, ...]) -> Work:
+    args = normal(shape), jax.nn.softmax(normal(shape, seed=1))
     ours = masksafe.losses.softmax_cross_entropy
     functions = {"masksafe": ours, "automatic": ours, "optax": optax.losses.softmax_cross_entropy}
-    return OnMesh(functions, args, leaves=1, specs=BY_ROW[split] * 2)
+    return OnMesh(functions, args, leaves=1, specs=BY_ROW[split_of(work)] * 2)
 
 
-def prepare_layer_norm(split: str, size: str) -> Work:
-    args = normal(ROWS[size]), *(normal(ROWS[size][1:], seed=seed) for seed in (1, 2))
+def prepare_layer_norm(work: str, mask: str, dtype: str, shape: tuple[int, ...]) -> Work:
+    args = normal(shape), *(normal(shape[1:], seed=seed) for seed in (1, 2))
     of_flax = normalization.of_flax("layer norm", -1)
     functions = {"masksafe": masksafe.layer_norm, "automatic": masksafe.layer_norm}
     functions["flax"] = lambda x, *params: of_flax(x, None, *params)
-    return OnMesh(functions, args, leaves=3, specs=(*BY_ROW[split], P(), P()))
+    return OnMesh(functions, args, leaves=3, specs=(*BY_ROW[split_of(work)], P(), P()))
+
+
+# Ring attention
+
+RING, GATHERED = CANDIDATES = ("ring", "gathered")
+SIZES_OF_RING = {"tiny": (1, 256, 2, 64), "large": (1, 8192, 4, 64)}  # batch, time, heads, width
+WINDOW = 512
+MASKS = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "causal, zigzag": {"is_causal": True},
+    f"window of {WINDOW}": {"is_causal": True, "local_window_size": (WINDOW, 0)},
+}
+IN_TIME = P(None, "time")
+
+
+def ring(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array | None, **mask: Any) -> jax.Array:
+    both = {"query_positions": positions, "key_positions": positions}
+    return masksafe.dot_product_attention(query, key, value, axis_name="time", **mask, **both)
+
+
+def gathered(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array | None, **mask: Any) -> jax.Array:
+    def all_of(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, "time", axis=1, tiled=True)
+
+    own = {"causal_offset": jax.lax.axis_index("time") * query.shape[1]}
+    if positions is not None:
+        own = {"query_positions": positions, "key_positions": all_of(positions)}
+    elif not mask:
+        own = {}
+    return masksafe.dot_product_attention(query, all_of(key), all_of(value), **mask, **own)
+
+
+def split(attention: Callable[..., jax.Array], mask: str) -> Callable[..., jax.Array]:
+    """`attention` with time split over the devices, as a function of whole arrays."""
+
+    def local(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        positions = None
+        if "zigzag" in mask:
+            order = masksafe.zigzag(jnp.arange(query.shape[1] * RING_DEVICES, dtype=jnp.int32)[None], RING_DEVICES)
+            start = jax.lax.axis_index("time") * query.shape[1]
+            positions = jax.lax.dynamic_slice_in_dim(order, start, query.shape[1], 1)
+        return attention(query, key, value, positions, **MASKS[mask])
+
+    return jax.shard_map(local, mesh=mesh_of(AxisType.Auto, RING_DEVICES, "time"), in_specs=IN_TIME, out_specs=IN_TIME)
+
+
+def prepare_ring(work: str, mask: str, dtype: str, shape: tuple[int, ...]) -> Work:
+    """The same arrays in each order of time: what they hold is random."""
+    place = NamedSharding(mesh_of(AxisType.Auto, RING_DEVICES, "time"), IN_TIME)
+    args = tuple(jax.device_put(normal(shape, seed=seed), place) for seed in range(3))
+    return Work({RING: split(ring, mask), GATHERED: split(gathered, mask)}, args, leaves=3)
 
 
 CASES = [
-    Case(f"{work}, {split}", mask, "float32", size, by_x(shapes[size]), functools.partial(prepare, split, size))
+    case
     for work, mask, splits, shapes, prepare in (
         ("one-hot cross-entropy", "none", BY_ROW, ROWS, prepare_cross_entropy),
         ("layer norm", "none", BY_ROW, ROWS, prepare_layer_norm),
         ("linear", "75 % of tokens", LINEAR, SIZES, prepare_linear),
         ("attention", "causal", ATTENTION, SHAPES, prepare_attention),
     )
-    for split in splits
-    for size in shapes
+    for case in cases_of(
+        prepare, shapes, [(f"{work}, {split}", mask, "float32", s) for split in splits for s in shapes]
+    )
 ]
+OF_RING = cases_of(prepare_ring, SIZES_OF_RING, [("attention", m, "float32", s) for s in SIZES_OF_RING for m in MASKS])
 PEERS = ("optax", "flax", "jax.nn")
 PAIRS = [("masksafe", other) for other in ("shard_map", "automatic", *PEERS)] + [("automatic", peer) for peer in PEERS]
-BENCHMARK = Benchmark("meshes", "Arrays split over devices", tuple(PAIRS), CASES)
+BENCHMARKS = [
+    Benchmark("meshes", "Arrays split over devices", tuple(PAIRS), CASES),
+    Benchmark("ring_attention", "Ring attention", ((RING, GATHERED),), OF_RING),
+]
 
 if __name__ == "__main__":
-    main([BENCHMARK])
+    main(BENCHMARKS)

@@ -1,18 +1,14 @@
 """Layer, RMS, batch and group norm against flax and torch.
 
-    python examples/benchmarks/normalization.py [--quick] [--rounds N] [--plot-only]
-
 The gradients are those of input, scale and bias. torch has no masks.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from command import main
-from measure import Benchmark, Case, Work, by_x, eager_too, random_bits, random_normal
+from measure import Benchmark, Work, by_x, cases_of, eager_too, random_bits, random_normal
 
 import masksafe
 
@@ -93,7 +89,8 @@ def make_mask(mask: str, shape: tuple[int, ...], axis: int) -> jax.Array | None:
     return random_bits(shape, 0.7)
 
 
-def prepare(work: str, mask: str, dtype: str, shape: tuple[int, ...], axis: int) -> Work:
+def prepare(work: str, mask: str, dtype: str, sizes: tuple[tuple[int, ...], int]) -> Work:
+    shape, axis = sizes
     x, where = random_normal(shape, dtype), make_mask(mask, shape, axis)
     params = [jnp.ones(shape[axis], dtype)] * (1 if work == "RMS norm" else 2)
     with_mask_last = lambda norm: lambda x, *rest: norm(x, rest[-1], *rest[:-1])  # noqa: E731
@@ -103,13 +100,6 @@ def prepare(work: str, mask: str, dtype: str, shape: tuple[int, ...], axis: int)
     return Work(functions, (*leaves, where), leaves=len(leaves), torch_args=leaves)
 
 
-CASES = [
-    Case(work, mask, dtype, size, by_x(SIZES[size][0]), functools.partial(prepare, work, mask, dtype, *SIZES[size]))
-    for (work, dtype), sizes in SIZES_OF.items()
-    for mask in MASKS
-    for size in sizes
-]
-BENCHMARK = Benchmark("normalization", "Norms", (("masksafe", "flax"), ("masksafe", "torch")), list(eager_too(CASES)))
-
-if __name__ == "__main__":
-    main([BENCHMARK])
+GRID = [(work, mask, dtype, s) for (work, dtype), sizes in SIZES_OF.items() for mask in MASKS for s in sizes]
+CASES = cases_of(prepare, SIZES, GRID, lambda sizes: by_x(sizes[0]))
+BENCHMARKS = [Benchmark("normalization", "Norms", (("masksafe", "flax"), ("masksafe", "torch")), eager_too(CASES))]

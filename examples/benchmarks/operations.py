@@ -7,173 +7,86 @@ op, and what XLA makes of them do not matter. Seconds are those of this machine.
     print(operations(jax.grad(loss), jax.ShapeDtypeStruct((8, 128), "float32")))
 """
 
-import datetime
-import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-from measure import GRADIENT, VALUE, Case, machine, versions
-from results import NOTHING, as_markdown, environment, grouped, number, ratio_text
-from rich.table import Table
+from measure import GRADIENT, VALUE, Case, Row
+from results import NOTHING, Pair, as_markdown, environment, number, pairs, ratio_text
 
 TIMES = 3  # the least of so many times to compile is kept
-
-
-@dataclass(frozen=True)
-class Size:
-    """One line of the CSV: the program of one candidate in one pass of one case."""
-
-    benchmark: str
-    work: str
-    mask: str
-    dtype: str
-    size: str
-    shape: str
-    what: str
-    candidate: str
-    operations: int
-    instructions: int
-    seconds: float
-    date: str
-    versions: str
-    machine: str = ""
-    python: str = ""
-
-
-@dataclass(frozen=True)
-class SizeRatio:
-    """The size of masksafe's program in units of its peer's."""
-
-    row: Size
-    peer: Size
-
-    @property
-    def operations(self) -> float:
-        return self.row.operations / self.peer.operations
-
-    @property
-    def instructions(self) -> float:
-        return self.row.instructions / self.peer.instructions
-
-    @property
-    def seconds(self) -> float:
-        return self.row.seconds / self.peer.seconds
-
-
-# Counting
+FIGURES = ("operations", "instructions", "seconds")
 
 
 def operations(fn: Callable[..., Any], *args: Any) -> int:
     """The operations of `fn` of such arguments, as lowered for a CPU, which need not be there."""
-    return _operations_of(_lowered(fn, *args))
+    return sum(" = " in line for line in _lowered(fn, *args).as_text().splitlines())
 
 
 def _lowered(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.jit(fn).trace(*args).lower(lowering_platforms=("cpu",))
 
 
-def _operations_of(lowered: Any) -> int:
-    return sum(" = " in line for line in lowered.as_text().splitlines())
-
-
-def measure_size(fn: Callable[..., Any], *args: Any) -> tuple[int, int, float]:
+def size_of(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
     """Operations, instructions, and the seconds to trace, lower and compile, of which the least is kept."""
     seconds = []
     for _ in range(TIMES):
         jax.clear_caches()  # or parts of the program would be known
         start = time.perf_counter()
-        lowered = _lowered(fn, *args)
-        program = lowered.compile()
+        program = _lowered(fn, *args).compile()
         seconds.append(time.perf_counter() - start)
-    return _operations_of(lowered), program.as_text().count(" = "), round(min(seconds), 4)
-
-
-def size_row(benchmark: str, case: Case, what: str, candidate: str, step: Callable[..., Any], args: Any) -> Size:
-    count, instructions, seconds = measure_size(step, *args)
-    return Size(
-        benchmark=benchmark,
-        **case.columns,
-        what=what,
-        candidate=candidate,
-        operations=count,
-        instructions=instructions,
-        seconds=seconds,
-        date=datetime.date.today().isoformat(),
-        versions=versions(),
-        machine=machine(),
-        python=platform.python_version(),
-    )
+    found = operations(fn, *args), program.as_text().count(" = "), round(min(seconds), 4)
+    return dict(zip(FIGURES, found, strict=True))
 
 
 # Results
 
 
-def name_of(case: Case | Size) -> str:
+def name_of(case: Case | Row) -> str:
     """The op, and the size of its arrays if it has more than one."""
     return case.work if case.size == "large" else f"{case.work}, {case.size}"
 
 
-def size_ratios(rows: Sequence[Size]) -> list[SizeRatio]:
-    """Of every case and pass, the most operations in units of the peer's first."""
-    found = []
-    for case in grouped(rows, lambda r: (r.benchmark, r.work, r.mask, r.dtype, r.size, r.what)).values():
-        ours = [row for row in case if row.candidate == "masksafe"]
-        found += [SizeRatio(row, peer) for row in ours for peer in case if peer is not row]
-    return sorted(found, key=lambda ratio: ratio.operations, reverse=True)
+def sorted_pairs(rows: Sequence[Row]) -> list[Pair]:
+    """The most operations in units of the peer's first."""
+    return sorted(pairs(rows), key=lambda pair: pair.of("operations"), reverse=True)
 
 
-def of_both(ratio: SizeRatio | None, figure: str) -> list[str]:
+def of_both(pair: Pair | None, figure: str) -> list[str]:
     """The figure of both programs, and its ratio."""
-    if ratio is None:
+    if pair is None:
         return [NOTHING, NOTHING]
-    both = [getattr(row, figure) for row in (ratio.row, ratio.peer)]
+    both = [getattr(row, figure) for row in (pair.row, pair.peer)]
     texts = [number(x) if isinstance(x, float) else str(x) for x in both]
-    return [" / ".join(texts), ratio_text(getattr(ratio, figure))]
+    return [" / ".join(texts), ratio_text(pair.of(figure))]
 
 
-ALL_HEADER = ["op", "mask", "against", "what", "operations", "ratio", "instructions", "ratio", "seconds", "ratio"]
+HEADER = ["op", "against", "mask", "operations: value", "ratio", "with gradient", "ratio"]
+HEADER += ["instructions", "ratio", "seconds", "ratio"]
 
 
-def all_sizes(found: Sequence[SizeRatio]) -> Table:
-    """A table for the terminal: every case and pass, in the order in which they are given."""
-    table = Table(*ALL_HEADER)
-    for ratio in found:
-        cells = [cell for figure in ("operations", "instructions", "seconds") for cell in of_both(ratio, figure)]
-        cells = [cell.replace("**", "") for cell in cells]
-        table.add_row(name_of(ratio.row), ratio.row.mask, ratio.peer.candidate, ratio.row.what, *cells)
-    return table
-
-
-PAGE_HEADER = ["op", "against", "mask", "operations: value", "ratio", "with gradient", "ratio"]
-PAGE_HEADER += ["instructions", "ratio", "seconds", "ratio"]
-RATIO = PAGE_HEADER.index("with gradient") + 1
-
-
-def lines_of_sizes(found: Sequence[SizeRatio]) -> list[list[str]]:
+def lines_of(found: Sequence[Pair]) -> list[list[str]]:
     """A line for each op, of the mask under which the operations of its gradient have the largest ratio."""
-    of_case = {(name_of(r.row), r.peer.candidate, r.row.mask, r.row.what): r for r in found}
-    worst: dict[tuple[str, str], SizeRatio] = {}
-    for ratio in found:  # the largest ratio comes first
-        if ratio.row.what == GRADIENT:
-            worst.setdefault((name_of(ratio.row), ratio.peer.candidate), ratio)
+    of_case = {(name_of(p.row), p.peer.candidate, p.row.mask, p.row.what): p for p in found}
+    worst: dict[tuple[str, str], Pair] = {}
+    for pair in found:  # the largest ratio comes first
+        if pair.row.what == GRADIENT:
+            worst.setdefault((name_of(pair.row), pair.peer.candidate), pair)
     lines = []
-    for (name, peer), ratio in worst.items():
-        value = of_case.get((name, peer, ratio.row.mask, VALUE))
-        cells = [of_both(value, "operations")]
-        cells += [of_both(ratio, figure) for figure in ("operations", "instructions", "seconds")]
-        lines.append([name, peer, ratio.row.mask, *(cell for pair in cells for cell in pair)])
+    for (name, peer), pair in worst.items():
+        value = of_case.get((name, peer, pair.row.mask, VALUE))
+        cells = [of_both(value, "operations"), *(of_both(pair, figure) for figure in FIGURES)]
+        lines.append([name, peer, pair.row.mask, *(cell for both in cells for cell in both)])
     return lines
 
 
-def summary_of_sizes(rows: Sequence[Size]) -> str:
+def summary(rows: Sequence[Row]) -> str:
     """What stands on the page: how many programs are larger, and the table."""
-    found = size_ratios(rows)
-    twice = sum(ratio.operations > 2 for ratio in found)
+    found = sorted_pairs(rows)
+    twice = sum(pair.of("operations") > 2 for pair in found)
     text = f"Of {len(found)} programs {twice} have more than twice the operations of the other library's."
-    of_worst = [line for line in lines_of_sizes(found) if float(line[RATIO].strip("*")) > 2]
+    ratio = HEADER.index("with gradient") + 1
+    of_worst = [line for line in lines_of(found) if float(line[ratio].strip("*")) > 2]
     link = "[All figures as CSV](../benchmarks/compiled/cpu.csv)"
-    table = as_markdown(PAGE_HEADER, of_worst)
-    return "\n\n".join([f"Measured {environment(rows)}.", text, table, link])
+    return "\n\n".join([f"Measured {environment(rows)}.", text, as_markdown(HEADER, of_worst), link])

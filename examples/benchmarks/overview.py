@@ -5,26 +5,26 @@ Figures of the newest jax come first, those of the oldest that is supported foll
 
 import statistics
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from measure import GRADIENT, OPTIONAL, PASSES, Row
-from operations import Size
 from results import (
     DISPATCH_MS,
+    MIB,
     NOTHING,
     SLOWER,
-    Ratio,
+    Pair,
     as_markdown,
-    cost,
     distinct,
     environment,
     grouped,
-    how_many_exceed,
-    in_order_of_passes,
     jax_of,
+    listed,
+    mean,
+    number,
+    pairs,
     ratio_text,
-    ratios_to_peers,
 )
 
 ALL_PACKAGES = ("masksafe", "numpy", *OPTIONAL)
@@ -34,9 +34,8 @@ SHORT_CALLS = "short or eager calls"
 Point = tuple[int, float, float | None]
 
 
-@dataclass(frozen=True)
-class Headline:
-    """A case of a benchmark, the peer, what its line is called, and whether it is told what it costs to compile."""
+class Headline(NamedTuple):
+    """A case of a benchmark in its largest size, the peer, and what its line is called."""
 
     benchmark: str
     work: str
@@ -45,89 +44,71 @@ class Headline:
     size: str
     peer: str
     text: str
-    is_compiled: bool = False
+    is_compiled: bool = False  # it is told what the program costs to compile
 
-    def is_of(self, ratio: Ratio) -> bool:
-        row = ratio.row
-        case = row.benchmark, row.work, row.mask, row.dtype, row.size, ratio.peer.candidate
-        return case == (self.benchmark, self.work, self.mask, self.dtype, self.size, self.peer)
+    def is_of(self, pair: Pair) -> bool:
+        row = pair.row
+        return self[:6] == (row.benchmark, row.work, row.mask, row.dtype, row.size, pair.peer.candidate)
 
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
+INTEGER, LINEAR = ("cross_entropy", "integer"), ("linear_cross_entropy", "linear")
+ATTENTION, DECODER = ("attention", "attention"), ("decoder", "decoder")
+LOG_PROBS, DIVERGENCE = ("linear_log_probs", "log p, entropy"), ("linear_kl_divergence", "forward")
 HEADLINES = [
+    Headline(*INTEGER, "none", FLOAT32, "large", "optax", "cross-entropy, integer labels", True),
+    Headline(*INTEGER, "rows", FLOAT32, "large", "optax", "cross-entropy, half of the rows masked", True),
+    Headline(*INTEGER, "rows", BFLOAT16, "large", "optax", "cross-entropy, half masked, bfloat16"),
+    Headline(*LINEAR, "none", FLOAT32, "large", "optax", "linear layer and cross-entropy", True),
+    Headline(*LINEAR, "60 % of tokens", FLOAT32, "large", "optax", "linear layer and cross-entropy, 60 % masked"),
+    Headline(*LOG_PROBS, "none", FLOAT32, "large", "jax.nn", "linear layer, log-probabilities and entropies", True),
+    Headline(*DIVERGENCE, "none", FLOAT32, "large", "optax", "KL divergence of two linear layers"),
+    Headline(*ATTENTION, "causal", FLOAT32, "long", "jax.nn", "attention, causal, length 4096", True),
+    Headline(*ATTENTION, "causal", FLOAT32, "long", "torch", "attention, causal, length 4096"),
+    Headline(*ATTENTION, "8 segments", FLOAT32, "long", "jax.nn", "attention, 8 packed segments, length 4096", True),
+    Headline(*ATTENTION, "none", FLOAT32, "many short", "jax.nn", "attention, 64 samples of length 64", True),
+    Headline("normalization", "layer norm", "none", FLOAT32, "large", "flax", "layer norm", True),
+    Headline(*DECODER, "none", FLOAT32, "large", "flax", "decoder of 12 layers"),
+    Headline(*DECODER, "packed", FLOAT32, "large", "flax", "decoder of 12 layers, packed documents", True),
+]
+FACTS = [
     Headline(
-        *("cross_entropy", "integer", "none", FLOAT32, "large", "optax"),
-        "cross-entropy, integer labels",
-        is_compiled=True,
+        *(*ATTENTION, "causal", FLOAT32, "long", "jax.nn"),
+        "Causal attention, length 4096: {ours} MiB of temporary memory for `jax.nn`'s {theirs}, {ratio} of its time"
+        " ({times}).",
     ),
     Headline(
-        *("cross_entropy", "integer", "rows", FLOAT32, "large", "optax"),
-        "cross-entropy, half of the rows masked",
-        is_compiled=True,
+        *(*ATTENTION, "8 segments", FLOAT32, "long", "jax.nn"),
+        "Eight packed documents: {ratio} of the time ({times}).",
     ),
     Headline(
-        *("cross_entropy", "integer", "rows", BFLOAT16, "large", "optax"),
-        "cross-entropy, half masked, bfloat16",
+        *(*DECODER, "none", FLOAT32, "large", "flax"),
+        "Decoder of 12 layers: {ours} MiB for flax's {theirs}, {ratio} of its time.",
     ),
     Headline(
-        *("linear_cross_entropy", "linear", "none", FLOAT32, "large", "optax"),
-        "linear layer and cross-entropy",
-        is_compiled=True,
-    ),
-    Headline(
-        *("linear_cross_entropy", "linear", "60 % of tokens", FLOAT32, "large", "optax"),
-        "linear layer and cross-entropy, 60 % masked",
-    ),
-    Headline(
-        *("linear_log_probs", "log p, entropy", "none", FLOAT32, "large", "jax.nn"),
-        "linear layer, log-probabilities and entropies",
-        is_compiled=True,
-    ),
-    Headline(
-        *("linear_kl_divergence", "forward", "none", FLOAT32, "large", "optax"),
-        "KL divergence of two linear layers",
-    ),
-    Headline(
-        *("attention", "attention", "causal", FLOAT32, "long", "jax.nn"),
-        "attention, causal, length 4096",
-        is_compiled=True,
-    ),
-    Headline(
-        *("attention", "attention", "causal", FLOAT32, "long", "torch"),
-        "attention, causal, length 4096",
-    ),
-    Headline(
-        *("attention", "attention", "8 segments", FLOAT32, "long", "jax.nn"),
-        "attention, 8 packed segments, length 4096",
-        is_compiled=True,
-    ),
-    Headline(
-        *("attention", "attention", "none", FLOAT32, "many short", "jax.nn"),
-        "attention, 64 samples of length 64",
-        is_compiled=True,
-    ),
-    Headline(
-        *("normalization", "layer norm", "none", FLOAT32, "large", "flax"),
-        "layer norm",
-        is_compiled=True,
-    ),
-    Headline(
-        *("decoder", "decoder", "none", FLOAT32, "large", "flax"),
-        "decoder of 12 layers",
-    ),
-    Headline(
-        *("decoder", "decoder", "packed", FLOAT32, "large", "flax"),
-        "decoder of 12 layers, packed documents",
-        is_compiled=True,
+        *(*ATTENTION, "causal", FLOAT32, "long", "torch"),
+        "torch's CPU kernels are faster: that attention takes {ratio} times as long.",
     ),
 ]
+CURVES = {"causal": "causal", "8 segments": "8 packed documents"}  # masks of the picture of the landing page
 
 
-def chosen(rows: Sequence[Row]) -> list[tuple[Headline, dict[str, Ratio]]]:
-    """The lines whose cases were measured, with the ratio of each pass."""
-    found = ratios_to_peers(rows)
-    lines = [(line, in_order_of_passes(filter(line.is_of, found))) for line in HEADLINES]
-    return [(line, {ratio.row.what: ratio for ratio in passes}) for line, passes in lines if passes]
+def of_all(rows: Sequence[Row], older: Sequence[Row], sizes: Sequence[Row]) -> dict[str, str]:
+    """What is made of all benchmarks together, and of the sizes of programs."""
+    return {
+        "headlines": headlines(rows, older),
+        "libraries": libraries(rows, older),
+        "slower": slower(rows, older),
+        "compiling": compiling(rows),
+        "programs": programs(rows, older, sizes),
+    }
+
+
+def chosen(rows: Sequence[Row]) -> list[tuple[Headline, dict[str, Pair]]]:
+    """The lines whose cases were measured, with the pair of each pass."""
+    found = sorted(pairs(rows), key=lambda pair: PASSES.index(pair.row.what))
+    lines = [(line, {pair.row.what: pair for pair in filter(line.is_of, found)}) for line in HEADLINES]
+    return [(line, passes) for line, passes in lines if passes]
 
 
 def with_older(newest: str, older: str) -> str:
@@ -138,58 +119,37 @@ def measured(rows: Sequence[Row], older: Sequence[Row], packages: Sequence[str] 
     """The environment of both versions."""
     if not rows:
         return "Nothing has been measured."
-    of_both = [f"{jax_of(found)} ({python_of(found)})" for found in (rows, older) if found]
+    python = lambda found: " and ".join(f"Python {version}" for version in distinct(found, "python"))  # noqa: E731
+    of_both = [f"{jax_of(found)} ({python(found)})" for found in (rows, older) if found]
     return f"Measured with {' and, in brackets, '.join(of_both)}: {environment([*rows, *older], packages)}."
-
-
-def python_of(rows: Sequence[Row]) -> str:
-    return " and ".join(f"Python {version}" for version in distinct(rows, "python"))
 
 
 def headlines(rows: Sequence[Row], older: Sequence[Row]) -> str:
     """A table of a few cases: ratios of the value and of it with its gradient, and the memory of the gradient."""
     newest, before = chosen(rows), dict(chosen(older))
+    cell = lambda passes, what: ratio_text(passes[what].median) if what in passes else NOTHING  # noqa: E731
     lines = []
     for line, passes in newest:
-        of_older = before.get(line, {})
-        cells = [with_older(cell_of(passes, what), cell_of(of_older, what)) for what in PASSES]
+        cells = [with_older(cell(passes, what), cell(before.get(line, {}), what)) for what in PASSES]
         shape = next(iter(passes.values())).row.shape
-        lines.append([f"{line.text} ({shape})", line.peer, *cells, memory(passes.get(GRADIENT))])
+        memory = " / ".join(mebibytes(passes[GRADIENT])) if GRADIENT in passes else NOTHING
+        lines.append([f"{line.text} ({shape})", line.peer, *cells, NOTHING if NOTHING in memory else memory])
     table = as_markdown(["work", "against", "time: value", "with gradient", "MiB: masksafe / the other"], lines)
-    return "\n\n".join([measured(rows_of(newest), rows_of(before.items()), ALL_PACKAGES), table])
+    of_both = (
+        [row for _, passes in found for pair in passes.values() for row in (pair.row, pair.peer)]
+        for found in (newest, before.items())
+    )
+    return "\n\n".join([measured(*of_both, ALL_PACKAGES), table])
 
 
-LONG_ATTENTION = "attention", "attention", "causal", FLOAT32, "long"
-FACTS = [
-    (
-        Headline(*LONG_ATTENTION, "jax.nn", ""),
-        "Causal attention, length 4096: {ours} MiB of temporary memory for `jax.nn`'s {theirs}, {ratio} of its time"
-        " ({times}).",
-    ),
-    (
-        Headline("attention", "attention", "8 segments", FLOAT32, "long", "jax.nn", ""),
-        "Eight packed documents: {ratio} of the time ({times}).",
-    ),
-    (
-        Headline("decoder", "decoder", "none", FLOAT32, "large", "flax", ""),
-        "Decoder of 12 layers: {ours} MiB for flax's {theirs}, {ratio} of its time.",
-    ),
-    (
-        Headline(*LONG_ATTENTION, "torch", ""),
-        "torch's CPU kernels are faster: that attention takes {ratio} times as long.",
-    ),
-]
-
-
-CURVES = {  # of the picture of the landing page: the name of a mask
-    "causal": "causal",
-    "8 segments": "8 packed documents",
-}
+def mebibytes(pair: Pair) -> list[str]:
+    sizes = pair.row.temporary_bytes, pair.peer.temporary_bytes
+    return [NOTHING if size is None else f"{size / MIB:.0f}" for size in sizes]
 
 
 def by_length(rows: Sequence[Row]) -> dict[tuple[str, str], list[Point]]:
     """Of attention with its gradient in float32: length, milliseconds and MiB of one sequence, by library and mask."""
-    kind = "attention", "attention", FLOAT32, GRADIENT, False
+    kind = *ATTENTION, FLOAT32, GRADIENT, False
     measured = [r for r in rows if (r.benchmark, r.work, r.dtype, r.what, r.eager) == kind and r.mask in CURVES]
     points = {
         (peer, CURVES[mask]): sorted(filter(None, map(point_of, found)))
@@ -203,110 +163,113 @@ def point_of(row: Row) -> Point | None:
     samples, queries, keys = map(int, row.shape.split("x"))
     if queries != keys or queries < SHORTEST_OF_PICTURE:
         return None
-    memory = None if row.temporary_bytes is None else row.temporary_bytes / 2**20 / samples
+    memory = None if row.temporary_bytes is None else row.temporary_bytes / MIB / samples
     return keys, row.minimum_ms / samples, memory
 
 
 def facts(rows: Sequence[Row]) -> str:
     """A few sentences on gradients. Times are the least ones, which a disturbed machine changes least."""
-    of_gradients = [ratio for ratio in ratios_to_peers(rows) if ratio.row.what == GRADIENT]
-    found = [(ratio, text) for line, text in FACTS for ratio in filter(line.is_of, of_gradients)]
-    lines = [textwrap.fill(f"- {text.format(**figures(ratio))}", 120, subsequent_indent="  ") for ratio, text in found]
-    of_both = [row for ratio, _ in found for row in (ratio.row, ratio.peer)]
+    of_gradients = [pair for pair in pairs(rows) if pair.row.what == GRADIENT]
+    found = [(pair, line.text) for line in FACTS for pair in filter(line.is_of, of_gradients)]
+    lines = [textwrap.fill(f"- {text.format(**figures(pair))}", 120, subsequent_indent="  ") for pair, text in found]
+    of_both = [row for pair, _ in found for row in (pair.row, pair.peer)]
     intro = f"[Measured](docs/performance/index.md) with gradients, {environment(of_both, ('jax', 'torch'))}:"
     return "\n\n".join([textwrap.fill(intro, 120, break_on_hyphens=False), "\n".join(lines)])
 
 
-def figures(ratio: Ratio) -> dict[str, str]:
+def figures(pair: Pair) -> dict[str, str]:
     """What the sentences say of a case."""
-    sizes = [row.temporary_bytes for row in (ratio.row, ratio.peer)]
-    ours, theirs = (NOTHING if size is None else f"{size / 2**20:.0f}" for size in sizes)
-    times = " / ".join(f"{row.minimum_ms / 1e3:.2f} s" for row in (ratio.row, ratio.peer))
-    return {"ours": ours, "theirs": theirs, "ratio": f"{ratio.minimum:.2f}", "times": times}
-
-
-def rows_of(found: Iterable[tuple[Headline, dict[str, Ratio]]]) -> list[Row]:
-    return [row for _, passes in found for ratio in passes.values() for row in (ratio.row, ratio.peer)]
-
-
-def cell_of(passes: dict[str, Ratio], what: str) -> str:
-    return ratio_text(passes[what].median) if what in passes else NOTHING
-
-
-def memory(ratio: Ratio | None) -> str:
-    sizes = [ratio.row.temporary_bytes, ratio.peer.temporary_bytes] if ratio else [None]
-    return NOTHING if None in sizes else " / ".join(f"{n / 2**20:.0f}" for n in sizes)
+    ours, theirs = mebibytes(pair)
+    times = " / ".join(f"{row.minimum_ms / 1e3:.2f} s" for row in (pair.row, pair.peer))
+    return {"ours": ours, "theirs": theirs, "ratio": f"{pair.minimum:.2f}", "times": times}
 
 
 def libraries(rows: Sequence[Row], older: Sequence[Row]) -> str:
     """For each other library and pass: how many ratios there are, their geometric mean, how many exceed the limit."""
-    key = lambda ratio: (ratio.peer.candidate, ratio.row.what)  # noqa: E731
-    newest, before = grouped(ratios_to_peers(rows), key), grouped(ratios_to_peers(older), key)
-    lines = []
-    for peer in sorted({peer for peer, _ in newest}):
-        cells = []
-        for what in PASSES:
-            both = newest.get((peer, what), []), before.get((peer, what), [])
-            cells += [with_older(*map(mean_text, both)), with_older(*map(above_text, both))]
-        lines.append([peer, *cells])
+    newest, before = (grouped(pairs(of), lambda pair: (pair.peer.candidate, pair.row.what)) for of in (rows, older))
+    lines = [
+        [peer, *(cell for what in PASSES for cell in mean_and_above(newest, before, (peer, what)))]
+        for peer in sorted({peer for peer, _ in newest})
+    ]
     header = ["against", "time: value", f"above {SLOWER}", "with gradient", f"above {SLOWER}"]
     return "\n\n".join([measured(rows, older), as_markdown(header, lines)])
 
 
-def mean_text(found: Sequence[Ratio]) -> str:
-    return ratio_text(statistics.geometric_mean(ratio.median for ratio in found)) if found else NOTHING
-
-
-def above_text(found: Sequence[Ratio]) -> str:
-    return f"{sum(ratio.median > SLOWER for ratio in found)} of {len(found)}" if found else NOTHING
+def mean_and_above(newest: dict[tuple, list[Pair]], before: dict[tuple, list[Pair]], key: tuple[str, ...]) -> list[str]:
+    """The geometric mean of a group's ratios, and how many of them exceed the limit."""
+    texts: tuple[Callable[[list[float]], str], ...] = (
+        lambda found: ratio_text(mean(found)),
+        lambda found: f"{sum(ratio > SLOWER for ratio in found)} of {len(found)}",
+    )
+    both = [[pair.median for pair in of.get(key, [])] for of in (newest, before)]
+    return [with_older(*(text(found) if found else NOTHING for found in both)) for text in texts]
 
 
 def slower(rows: Sequence[Row], older: Sequence[Row]) -> str:
     """The kinds of work with mean ratios above the limit, the largest first; then short or eager calls, by library."""
-    both = [ratios_to_peers(rows), ratios_to_peers(older)]
-    newest, before = (grouped(found, kind_of) for found in both)
-    means = {kind: statistics.geometric_mean(ratio.median for ratio in found) for kind, found in newest.items()}
-    worst = {kind: max(found, key=lambda ratio: ratio.median) for kind, found in newest.items()}
-    listed = [kind for kind in means if (worst[kind].median if kind[0] == SHORT_CALLS else means[kind]) > SLOWER]
-    lines = []
-    for kind in sorted(listed, key=lambda kind: (kind[0] == SHORT_CALLS, -means[kind])):
-        of_both = newest[kind], before.get(kind, [])
-        cells = [with_older(*map(text, of_both)) for text in (mean_text, above_text)]
-        lines.append([*kind, *cells, cost(worst[kind])])
+    every = pairs(rows)
+    newest, before = grouped(every, kind_of), grouped(pairs(older), kind_of)
+    means = {kind: mean(pair.median for pair in found) for kind, found in newest.items()}
+    worst = {kind: max(found, key=lambda pair: pair.median) for kind, found in newest.items()}
+    told = [kind for kind in means if (worst[kind].median if kind[0] == SHORT_CALLS else means[kind]) > SLOWER]
+    lines = [
+        [*kind, *mean_and_above(newest, before, kind), cost(worst[kind])]
+        for kind in sorted(told, key=lambda kind: (kind[0] == SHORT_CALLS, -means[kind]))
+    ]
+    above = [pair for pair in every if pair.median > SLOWER]
+    tiny = sum(pair.row.median_ms < DISPATCH_MS for pair in above)
+    text = f"Of {len(every)} ratios to other libraries {len(above)} exceed {SLOWER}"
+    text += f" ({tiny} in calls shorter than {DISPATCH_MS} ms)."
     header = ["benchmark", "work", "what", "against", "geometric mean", f"above {SLOWER}", f"the worst, {jax_of(rows)}"]
-    return "\n\n".join([measured(rows, older), how_many_exceed(both[0]), as_markdown(header, lines)])
+    return "\n\n".join([measured(rows, older), text, as_markdown(header, lines)])
 
 
-def kind_of(ratio: Ratio) -> tuple[str, ...]:
+def kind_of(pair: Pair) -> tuple[str, ...]:
     """Benchmark, work, pass and library; calls that are mostly dispatch stand together."""
-    row, peer = ratio.row, ratio.peer.candidate
+    row, peer = pair.row, pair.peer.candidate
     if row.eager or row.median_ms < DISPATCH_MS:
         return SHORT_CALLS, "all", row.what, peer
     return row.benchmark.replace("_", " "), row.work, row.what, peer
 
 
-def programs(rows: Sequence[Row], older: Sequence[Row], sizes: Sequence[Size]) -> str:
+def cost(pair: Pair) -> str:
+    row = pair.row
+    case = listed(row.mask if row.mask != "none" else "", row.dtype, row.shape, "eager" if row.eager else "")
+    return f"{pair.median:.2f} (+{number(row.median_ms - pair.peer.median_ms)} ms): {case}"
+
+
+def compiling(rows: Sequence[Row]) -> str:
+    """The median time to trace and compile, over all cases of a benchmark."""
+    known = [pair for pair in pairs(rows) if None not in (pair.row.compile_s, pair.peer.compile_s)]
+    lines = []
+    for (name, what, peer), found in grouped(known, lambda p: (p.row.benchmark, p.row.what, p.peer.candidate)).items():
+        seconds = [statistics.median(getattr(pair, side).compile_s for pair in found) for side in ("row", "peer")]
+        lines.append([name.replace("_", " "), what, peer, *map(number, seconds), ratio_text(seconds[0] / seconds[1])])
+    header = ["benchmark", "what", "against", "masksafe s", "the other's s", "ratio"]
+    return f"Measured {environment(rows)}.\n\n{as_markdown(header, lines)}"
+
+
+def programs(rows: Sequence[Row], older: Sequence[Row], sizes: Sequence[Row]) -> str:
     """What the gradients of some cases cost to compile: seconds, and operations where they are counted."""
-    before = dict(chosen(older))
+
+    def seconds(passes: dict[str, Pair]) -> str:
+        pair = passes.get(GRADIENT)
+        return f"{pair.row.compile_s:.2f} / {pair.peer.compile_s:.2f}" if pair else NOTHING
+
+    before, counted = dict(chosen(older)), pairs(sizes)
     lines = []
     for line, passes in chosen(rows):
         if line.is_compiled and GRADIENT in passes:
-            both = [
-                seconds(found[GRADIENT]) if GRADIENT in found else NOTHING for found in (passes, before.get(line, {}))
-            ]
-            lines.append([line.text, line.peer, with_older(*both), operations_of(line, sizes)])
+            both = with_older(seconds(passes), seconds(before.get(line, {})))
+            lines.append([line.text, line.peer, both, operations_of(line, counted)])
     table = as_markdown(["program", "against", "seconds: masksafe / the other", "operations"], lines)
-    counted = f"Operations: {environment(sizes, ('masksafe', 'jax'))}." if sizes else ""
-    return "\n\n".join(filter(None, [measured(rows, older), counted, table]))
+    text = f"Operations: {environment(sizes, ('masksafe', 'jax'))}." if sizes else ""
+    return "\n\n".join(filter(None, [measured(rows, older), text, table]))
 
 
-def seconds(ratio: Ratio) -> str:
-    return f"{ratio.row.compile_s:.2f} / {ratio.peer.compile_s:.2f}"
-
-
-def operations_of(line: Headline, sizes: Sequence[Size]) -> str:
+def operations_of(line: Headline, counted: Iterable[Pair]) -> str:
     """Those of the same op and mask; they hardly depend on shapes."""
-    case = line.benchmark, line.work, line.mask, line.dtype, line.size, GRADIENT
-    found = {s.candidate: s for s in sizes if (s.benchmark, s.work, s.mask, s.dtype, s.size, s.what) == case}
-    of_both = [found.get(candidate) for candidate in ("masksafe", line.peer)]
-    return NOTHING if None in of_both else " / ".join(str(size.operations) for size in of_both)
+    for pair in counted:
+        if line.is_of(pair) and pair.row.what == GRADIENT:
+            return f"{pair.row.operations} / {pair.peer.operations}"
+    return NOTHING

@@ -25,7 +25,6 @@ import hlo
 import jax
 from jax.experimental import topologies
 
-MIB = 2**20
 KEPT = "COMPILED_PROGRAMS"  # the environment variable of a folder in which programs are kept: compiling takes a second
 COMPILERS = ("jaxlib", "jax-cuda", "nvidia-", "libtpu")  # packages
 
@@ -80,22 +79,11 @@ def _facts(target: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def compile_for(
-    target: str,
-    fn: Callable[..., Any],
-    *args: Any,
-    unknown_trips: int = hlo.UNKNOWN_TRIPS,
-    branch: str = "dearest",
-) -> "Program":
-    """`fn` compiled for one device of `target`, or for the devices over which its arguments are split.
+def compile_for(target: str, fn: Callable[..., Any], *args: Any, unknown_trips: int = hlo.UNKNOWN_TRIPS) -> "Program":
+    """`fn` compiled for one device of `target`, or for the devices over which its arguments are split; it is not run.
 
-    Args:
-      target: a key of `TARGETS`.
-      fn: a function; it is not run.
-      *args: arrays, or trees of `jax.ShapeDtypeStruct`, whose `sharding` may be over a mesh of
-        `devices(target, number)`.
-      unknown_trips: how often a loop is taken to run whose length depends on values.
-      branch: which branch of a conditional is counted, the "dearest" or the "cheapest".
+    The arguments are arrays, or trees of `jax.ShapeDtypeStruct`, whose `sharding` may be over a mesh of
+    `devices(target, number)`. A loop whose length depends on values is taken to run `unknown_trips` times.
     """
     if any(isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding) for x in jax.tree.leaves(args)):
         jitted = jax.jit(fn)
@@ -103,7 +91,7 @@ def compile_for(
         one = jax.sharding.SingleDeviceSharding(devices(target)[0])
         jitted = jax.jit(fn, in_shardings=one, out_shardings=one)
     lowered = jitted.trace(*args).lower(lowering_platforms=(TARGETS[target].platform,))
-    return Program(*_compiled(target, lowered), unknown_trips, branch)
+    return Program(*_compiled(target, lowered), unknown_trips)
 
 
 def _compiled(target: str, lowered: Any) -> tuple[str, int]:
@@ -139,11 +127,10 @@ class Program:
     text: str
     temporary_bytes: int
     unknown_trips: int = hlo.UNKNOWN_TRIPS
-    branch: str = "dearest"
 
     @functools.cached_property
     def _kernels(self) -> list[hlo.Kernel]:
-        return hlo.kernels(self.text, self.unknown_trips, self.branch)
+        return hlo.kernels(self.text, self.unknown_trips)
 
     @property
     def bytes_moved(self) -> float:
@@ -152,11 +139,11 @@ class Program:
     @property
     def cycles(self) -> int:
         """What the compiler for a TPU takes all kernels for, but those of Pallas; 0 on another platform."""
-        return hlo.cycles_of(self._kernels)
+        return sum(kernel.cycles * kernel.times for kernel in self._kernels)
 
     @property
     def launches(self) -> int:
-        return hlo.launches_of(self._kernels)
+        return sum(kernel.times for kernel in self._kernels)
 
     @functools.cached_property
     def scatters(self) -> int:

@@ -1,72 +1,95 @@
 """CSVs of measurements, and the tables of them that stand between markers in a page of Markdown."""
 
 import csv
-import dataclasses
 import math
 import re
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from measure import GRADIENT, PASSES, Benchmark, Row
 
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = "performance"  # the folder of the pages
+NEWEST, OLDEST = "", "jax-0.10"  # folders of CSVs: of the newest jax, and of the oldest that is supported
+PICTURES = Path("_static") / "benchmarks"
+PLACE = re.compile("<!-- table: (.+?) -->")
+
 SLOWER = 1.1  # a ratio above it is bold in the tables, and listed
 DISPATCH_MS = 0.1  # below it, a call is mostly dispatch
 LARGE = ("large", "long", "many short")  # sizes that the tables show; the pictures and CSVs have all
 NOTHING = "-"
+MIB = 2**20
 OURS = {"masksafe", "automatic", "shard_map", "at once"}  # masksafe, and other ways to call it
+CASE = ("benchmark", "work", "mask", "dtype", "size", "what")  # what the candidates of a row have in common
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
-R = TypeVar("R")
 
 
-@dataclasses.dataclass(frozen=True)
-class Ratio:
-    """The time of one candidate in units of another's, in one pass of one case."""
+# CSVs
+
+TEXTS = {*CASE, "shape", "candidate", "date", "machine", "python", "versions", "target", "op", "split"}
+TEXTS |= {"device", "collectives"}
+
+
+def write_csv(path: Path, rows: Sequence[Row], without: Sequence[str] = ()) -> None:
+    """A column for each attribute of the rows but some."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = [name for row in rows[:1] for name in vars(row) if name not in without]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(map(vars, rows))
+
+
+def read_csv(path: Path) -> list[Row]:
+    """The rows of a file; none if it is not there."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [Row(**{name: parsed(name, text) for name, text in line.items()}) for line in csv.DictReader(file)]
+
+
+def parsed(column: str, text: str) -> Any:
+    if column in TEXTS:
+        return text
+    if column == "eager":
+        return text == "True"
+    return (int(text) if text.isdigit() else float(text)) if text else None
+
+
+def csv_of(name: str, docs: Path, folder: str = NEWEST) -> Path:
+    return docs / "benchmarks" / folder / f"{name}.csv"
+
+
+# Pairs
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One candidate beside another, in one pass of one case."""
 
     row: Row
     peer: Row
 
+    def of(self, figure: str) -> float:
+        """The figure of the first in units of the second's."""
+        return float(getattr(self.row, figure) / getattr(self.peer, figure))
+
     @property
     def median(self) -> float:
-        return self.row.median_ms / self.peer.median_ms
+        return self.of("median_ms")
 
     @property
     def minimum(self) -> float:
-        return self.row.minimum_ms / self.peer.minimum_ms
+        return self.of("minimum_ms")
 
     @property
-    def pair(self) -> str:
+    def names(self) -> str:
         return f"{self.row.candidate} / {self.peer.candidate}"
-
-
-def kinds(of: type[Any]) -> dict[str, Any]:
-    """The columns, which are the fields of a dataclass, and their types."""
-    return {field.name: field.type for field in dataclasses.fields(of)}
-
-
-def write_csv(path: Path, rows: Sequence[R], of: type[R] = Row) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(kinds(of)), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(row) for row in rows)
-
-
-def read_csv(path: Path, of: type[R] = Row) -> list[R]:
-    with path.open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    columns = {name: kind for name, kind in kinds(of).items() if lines and name in lines[0]}  # the newest may lack
-    return [of(**{name: parsed(line[name], kind) for name, kind in columns.items()}) for line in lines]
-
-
-def parsed(text: str, kind: Any) -> Any:
-    if kind is str:
-        return text
-    if kind is bool:
-        return text == "True"
-    return (int if kind in (int, int | None) else float)(text) if text else None
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -76,45 +99,28 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def ratios(rows: Sequence[Row], pairs: Iterable[tuple[str, str]]) -> list[Ratio]:
-    """Of every case and pass, in the order of the rows, those of the pairs whose candidates took part."""
+def pairs(rows: Sequence[Row], names: Iterable[tuple[str, str]] | None = None) -> list[Pair]:
+    """Of every case and pass, in the order of the rows, the pairs of those names; by default masksafe's with others."""
+    if names is None:
+        names = [("masksafe", name) for name in sorted({row.candidate for row in rows} - OURS)]
     found = []
-    for case in grouped(rows, lambda r: (r.benchmark, r.work, r.mask, r.dtype, r.size, r.what)).values():
+    for case in grouped(rows, lambda row: tuple(getattr(row, name, "") for name in CASE)).values():
         of = {row.candidate: row for row in case}
-        found += [Ratio(of[ours], of[peer]) for ours, peer in pairs if ours in of and peer in of]
+        found += [Pair(of[ours], of[peer]) for ours, peer in names if ours in of and peer in of]
     return found
 
 
-def ratios_to_peers(rows: Sequence[Row]) -> list[Ratio]:
-    """Masksafe's to whatever else was measured beside it."""
-    return ratios(rows, [("masksafe", name) for name in sorted({row.candidate for row in rows} - OURS)])
+def best_peers(rows: Sequence[Row]) -> list[Pair]:
+    """Masksafe beside the fastest of what was measured with it, the worst ratio first."""
+    cases = grouped(pairs(rows), lambda pair: tuple(getattr(pair.row, name) for name in CASE)).values()
+    return sorted((min(case, key=lambda pair: pair.peer.minimum_ms) for case in cases), key=lambda pair: -pair.minimum)
 
 
-def best_peers(rows: Sequence[Row]) -> list[Ratio]:
-    """Masksafe's ratio to the fastest of what was measured beside it, the worst first."""
-    cases = grouped(ratios_to_peers(rows), lambda r: (r.row.work, r.row.mask, r.row.dtype, r.row.size, r.row.what))
-    found = [min(case, key=lambda ratio: ratio.peer.minimum_ms) for case in cases.values()]
-    return sorted(found, key=lambda ratio: -ratio.minimum)
+def mean(values: Iterable[float]) -> float:
+    return statistics.geometric_mean(values)
 
 
-# Tables
-
-
-def as_markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose columns are aligned in plain text as well."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
-
-    return "\n".join([line(lines[0]), line(["-" * width for width in widths]), *map(line, lines[1:])])
-
-
-def without_constant_columns(header: Sequence[str], rows: Sequence[Sequence[str]], of: int) -> str:
-    """The table, without those of its first columns that say the same in every line."""
-    kept = [i for i in range(len(header)) if i >= of or len({row[i] for row in rows}) > 1]
-    return as_markdown([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
+# Text
 
 
 def number(x: float) -> str:
@@ -130,101 +136,34 @@ def ratio_text(ratio: float) -> str:
     return f"**{text}**" if ratio > SLOWER else text
 
 
-def size_header(size: str, found: Iterable[Ratio]) -> str:
-    shapes = {ratio.row.shape for ratio in found if ratio.row.size == size}
-    return f"{size} ({shapes.pop()})" if len(shapes) == 1 else size
-
-
-def in_order_of_passes(found: Iterable[Ratio]) -> list[Ratio]:
-    return sorted(found, key=lambda ratio: PASSES.index(ratio.row.what))
-
-
-def table(benchmark: Benchmark, rows: Sequence[Row]) -> str:
-    """A line for each kind of work, a column for each large size: the ratios of the value, and with its gradient."""
-    every = ratios(rows, benchmark.ratios)
-    found = [ratio for ratio in every if ratio.row.size in LARGE] or every
-    sizes = list(dict.fromkeys(ratio.row.size for ratio in found))
-    largest = [size for size in sizes if size == "large"] or sizes[:1]
-    header = ["work", "mask", "dtype", "ratio", *(size_header(size, found) for size in sizes)]
-    header += [f"{size}: {unit}" for size in largest for unit in ("ms", "MiB")]
-    lines = []
-    for key, line in grouped(found, lambda r: (r.row.work, r.row.mask, r.row.dtype, r.pair)).items():
-        of_size = grouped(in_order_of_passes(line), lambda r: r.row.size)
-        cells = [", ".join(ratio_text(r.median) for r in of_size.get(size, ())) or NOTHING for size in sizes]
-        lines.append([*key, *cells, *(cell for size in largest for cell in scale(of_size.get(size, ())))])
-    return without_constant_columns(header, lines, of=3)
-
-
-def scale(found: Sequence[Ratio]) -> tuple[str, str]:
-    """The milliseconds of the first, and the temporary memory of both for the gradient."""
-    times = ", ".join(number(ratio.row.median_ms) for ratio in found) or NOTHING
-    of_gradient = [ratio for ratio in found if ratio.row.what == GRADIENT]
-    sizes = [row.temporary_bytes for ratio in of_gradient for row in (ratio.row, ratio.peer)]
-    return times, ", ".join(NOTHING if n is None else number(n / 2**20) for n in sizes) or NOTHING
-
-
-def how_many_exceed(found: Sequence[Ratio]) -> str:
-    above = [ratio for ratio in found if ratio.median > SLOWER]
-    tiny = sum(ratio.row.median_ms < DISPATCH_MS for ratio in above)
-    text = f"Of {len(found)} ratios to other libraries {len(above)} exceed {SLOWER}"
-    return f"{text} ({tiny} in calls shorter than {DISPATCH_MS} ms)."
+def listed(*parts: str) -> str:
+    """Those that say something, with commas."""
+    return ", ".join(filter(None, parts))
 
 
 def counts(values: Sequence[float]) -> str:
     """How many ratios there are, their geometric mean, how many exceed the limit."""
     above = sum(value > SLOWER for value in values)
-    return f"{len(values)} ratios, geometric mean {statistics.geometric_mean(values):.2f}, {above} above {SLOWER}"
+    return f"{len(values)} ratios, geometric mean {mean(values):.2f}, {above} above {SLOWER}"
 
 
-def summary(benchmark: Benchmark, rows: Sequence[Row]) -> str:
-    """The counts for each pair of candidates."""
-    of_pair = grouped(ratios(rows, benchmark.ratios), lambda r: r.pair)
-    return "; ".join(f"{pair}: {counts([r.median for r in found])}" for pair, found in of_pair.items()) + "."
+def as_markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose columns are aligned in plain text as well."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return "\n".join([line(lines[0]), line(["-" * width for width in widths]), *map(line, lines[1:])])
 
 
-def cost(ratio: Ratio) -> str:
-    row = ratio.row
-    case = [row.mask if row.mask != "none" else "", row.dtype, row.shape, "eager" if row.eager else ""]
-    milliseconds = number(row.median_ms - ratio.peer.median_ms)
-    return f"{ratio.median:.2f} (+{milliseconds} ms): {', '.join(filter(None, case))}"
+def distinct(rows: Sequence[Row], column: str) -> list[str]:
+    """The texts of a column, if the rows have it."""
+    return list(dict.fromkeys(text for row in rows if (text := getattr(row, column, ""))))
 
 
-def worst(found: Sequence[Ratio], number_of: int) -> str:
-    """The first of the ratios."""
-    header = ["work", "mask", "dtype", "shape", "what", "against", "minima", "medians", "ms"]
-    lines = []
-    for ratio in found[:number_of]:
-        row, what = ratio.row, ratio.row.what + (", eager" if ratio.row.eager else "")
-        values = [ratio_text(ratio.minimum), ratio_text(ratio.median), number(row.minimum_ms)]
-        lines.append([row.work, row.mask, row.dtype, row.shape, what, ratio.peer.candidate, *values])
-    return as_markdown(header, lines)
-
-
-def by_work(found: Sequence[Ratio]) -> str:
-    """For each op the geometric mean of the ratios of the minima, how many exceed the limit, and the worst."""
-    header = ["work", "cases", "geometric mean", f"above {SLOWER}", "the worst"]
-    lines = []
-    for work, group in grouped(found, lambda r: r.row.work).items():
-        mean = statistics.geometric_mean(ratio.minimum for ratio in group)
-        above = sum(ratio.minimum > SLOWER for ratio in group)
-        row = group[0].row
-        case = ", ".join(filter(None, [row.mask, row.dtype, row.shape, row.what, "eager" if row.eager else ""]))
-        lines.append((mean, [work, str(len(group)), ratio_text(mean), str(above), f"{group[0].minimum:.2f}: {case}"]))
-    return as_markdown(header, [line for _, line in sorted(lines, key=lambda line: -line[0])])
-
-
-def compiling(rows: Sequence[Row]) -> str:
-    """The median time to trace and compile, over all cases of a benchmark."""
-    known = [ratio for ratio in ratios_to_peers(rows) if None not in (ratio.row.compile_s, ratio.peer.compile_s)]
-    lines = []
-    for (name, what, peer), found in grouped(known, lambda r: (r.row.benchmark, r.row.what, r.peer.candidate)).items():
-        seconds = [statistics.median(getattr(r, side).compile_s for r in found) for side in ("row", "peer")]
-        lines.append([name.replace("_", " "), what, peer, *map(number, seconds), ratio_text(seconds[0] / seconds[1])])
-    header = ["benchmark", "what", "against", "masksafe s", "the other's s", "ratio"]
-    return f"Measured {environment(rows)}.\n\n{as_markdown(header, lines)}"
-
-
-def environment(rows: Sequence[Any], packages: Sequence[str] = ()) -> str:
+def environment(rows: Sequence[Row], packages: Sequence[str] = ()) -> str:
     """When, on what and with which versions the rows were measured: of each what occurs among them.
 
     With the names of packages it has their versions alone, without them all and Python's.
@@ -233,19 +172,70 @@ def environment(rows: Sequence[Any], packages: Sequence[str] = ()) -> str:
     of_package = grouped(versions, versions.__getitem__)
     python = [] if packages else [f"Python {version}" for version in distinct(rows, "python")]
     dates = sorted(distinct(rows, "date"))
-    parts = [" to ".join(dict.fromkeys([dates[0], dates[-1]])), *map(" and ".join, (distinct(rows, "machine"), python))]
-    parts += [" and ".join(of_package[name]) for name in packages or of_package if name in of_package]
-    return ", ".join(filter(None, parts))
+    days = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
+    found = [" and ".join(of_package[name]) for name in packages or of_package if name in of_package]
+    return listed(days, " and ".join(distinct(rows, "machine")), " and ".join(python), *found)
 
 
-def distinct(rows: Sequence[Any], column: str) -> list[str]:
-    """The texts of a column, if the rows have it."""
-    return list(dict.fromkeys(text for row in rows if (text := getattr(row, column, ""))))
-
-
-def jax_of(rows: Sequence[Any]) -> str:
+def jax_of(rows: Sequence[Row]) -> str:
     """The version, such as "jax 0.12.0.1"."""
     return " and ".join(dict.fromkeys(found for row in rows for found in re.findall(r"\bjax [\d.]+", row.versions)))
+
+
+# The table of a benchmark
+
+
+def table(benchmark: Benchmark, rows: Sequence[Row]) -> str:
+    """A line for each kind of work, a column for each large size: the ratios of the value, and with its gradient."""
+    every = pairs(rows, benchmark.ratios)
+    found = [pair for pair in every if pair.row.size in LARGE] or every
+    sizes = list(dict.fromkeys(pair.row.size for pair in found))
+    largest = [size for size in sizes if size == "large"] or sizes[:1]
+    header = ["work", "mask", "dtype", "ratio", *(size_header(size, found) for size in sizes)]
+    header += [f"{size}: {unit}" for size in largest for unit in ("ms", "MiB")]
+    lines = []
+    for key, line in grouped(found, lambda pair: (pair.row.work, pair.row.mask, pair.row.dtype, pair.names)).items():
+        of_size = grouped(sorted(line, key=lambda pair: PASSES.index(pair.row.what)), lambda pair: pair.row.size)
+        cells = [", ".join(ratio_text(pair.median) for pair in of_size.get(size, ())) or NOTHING for size in sizes]
+        lines.append([*key, *cells, *(cell for size in largest for cell in scale(of_size.get(size, ())))])
+    kept = [i for i in range(len(header)) if i > 2 or len({line[i] for line in lines}) > 1]
+    return as_markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
+
+
+def size_header(size: str, found: Iterable[Pair]) -> str:
+    shapes = {pair.row.shape for pair in found if pair.row.size == size}
+    return f"{size} ({shapes.pop()})" if len(shapes) == 1 else size
+
+
+def scale(found: Sequence[Pair]) -> tuple[str, str]:
+    """The milliseconds of the first, and the temporary memory of both for the gradient."""
+    of_gradient = [pair for pair in found if pair.row.what == GRADIENT]
+    sizes = [row.temporary_bytes for pair in of_gradient for row in (pair.row, pair.peer)]
+    memory = ", ".join(NOTHING if n is None else number(n / MIB) for n in sizes)
+    return ", ".join(number(pair.row.median_ms) for pair in found) or NOTHING, memory or NOTHING
+
+
+def summary(benchmark: Benchmark, rows: Sequence[Row]) -> str:
+    """The counts for each pair of candidates."""
+    of_names = grouped(pairs(rows, benchmark.ratios), lambda pair: pair.names)
+    return "; ".join(f"{names}: {counts([pair.median for pair in found])}" for names, found in of_names.items()) + "."
+
+
+def section(
+    benchmark: Benchmark,
+    docs: Path,
+    describe: Callable[[Benchmark, Sequence[Row]], str] = table,
+    summarize: Callable[[Benchmark, Sequence[Row]], str] = summary,
+) -> str:
+    """What stands on a page: picture and table of the newest jax, and what both versions come to."""
+    rows, older = (read_csv(csv_of(benchmark.name, docs, folder)) for folder in (NEWEST, OLDEST))
+    picture = f"![{benchmark.title}: ratios of times](../{PICTURES.as_posix()}/{benchmark.name}.png)"
+    parts = [f"Measured {environment([*rows, *older], ('masksafe', 'jax'))}.", picture, describe(benchmark, rows)]
+    for of, folder in ((rows, ""), (older, f"{OLDEST}/")):
+        if of:
+            link = f"[CSV](../benchmarks/{folder}{benchmark.name}.csv)"
+            parts.append(f"{jax_of(of)}: {summarize(benchmark, of)} {link}.")
+    return "\n\n".join(parts)
 
 
 # Pages
@@ -258,3 +248,13 @@ def fill(page: str, name: str, content: str) -> str:
     if count != 1:
         raise ValueError(f"the page has {count} markers <!-- table: {name} --> ... <!-- end -->, expected one")
     return filled
+
+
+def fill_pages(docs: Path, contents: Mapping[str, str]) -> None:
+    """Writes each content to the page that has a place for it."""
+    for path in sorted((docs / PAGES).glob("*.md")):
+        text = path.read_text()
+        for name in PLACE.findall(text):
+            if name in contents:
+                text = fill(text, name, contents[name])
+        path.write_text(text)

@@ -1,7 +1,5 @@
 """The ops of segments against jraph's formulas.
 
-    python examples/benchmarks/segments.py [--quick] [--rounds N] [--plot-only]
-
 The formulas are written here, so that jraph need not be installed; jraph has no logarithms, which are written in the
 same way. It has no masks either: its users put masked rows into a segment of their own, and so does the benchmark.
 (With ids out of range, the gradients of its softmax are NaN in those rows.)
@@ -13,9 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from command import main
 from jax.ops import segment_max, segment_min, segment_sum
-from measure import Benchmark, Case, Work, by_x, eager_too, random_bits, random_labels, random_normal
+from measure import Benchmark, Work, by_x, cases_of, eager_too, grid_of, random_bits, random_labels, random_normal
 
 import masksafe
 
@@ -102,25 +99,13 @@ def of_jraph(name: str, number: int, rows_are_sorted: bool) -> Callable[..., jax
     return masked
 
 
-def prepare(name: str, mask: str, dtype: str, shape: tuple[int, ...], number: int) -> Work:
+def prepare(name: str, mask: str, dtype: str, sizes: tuple[tuple[int, ...], int]) -> Work:
+    shape, number = sizes
     are_sorted, ids = "sorted" in mask, random_labels(shape[:1], number)
     functions = {"masksafe": of_masksafe(name, number, are_sorted), PEER: of_jraph(name, number, are_sorted)}
     where = random_bits(shape[:1], UNMASKED) if mask == "rows" else None
     return Work(functions, (random_normal(shape, dtype), jnp.sort(ids) if are_sorted else ids, where))
 
 
-def text_of(shape: tuple[int, ...], number: int) -> str:
-    return f"{by_x(shape)} in {number}"
-
-
-CASES = [
-    Case(name, mask, dtype, size, text_of(*SIZES[size]), functools.partial(prepare, name, mask, dtype, *SIZES[size]))
-    for name in FORMULAS
-    for mask in MASKS
-    for dtype, sizes in DTYPES.items()
-    for size in sizes
-]
-BENCHMARK = Benchmark("segments", "Segments", (("masksafe", PEER),), list(eager_too(CASES)))
-
-if __name__ == "__main__":
-    main([BENCHMARK])
+CASES = cases_of(prepare, SIZES, grid_of(FORMULAS, MASKS, DTYPES), lambda sizes: f"{by_x(sizes[0])} in {sizes[1]}")
+BENCHMARKS = [Benchmark("segments", "Segments", (("masksafe", PEER),), eager_too(CASES))]

@@ -8,27 +8,39 @@ many rows and narrow ones, arrays that stay in the cache, the mean of the result
 without `jax.jit`.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import attention
-import contrastive
-import cross_entropy
+import formulas
 import jax
 import jax.numpy as jnp
-import linear_cross_entropy
+import linear
 import losses
 import normalization
-import routers
 import segments
-import softmax
 from command import measure_all, parse, tell
-from measure import VALUE, Benchmark, Case, Row, Work, by_x, eager_too, random_bits
-from pages import DOCS, both, csv_of, fill_pages, section_of
+from measure import VALUE, Benchmark, Case, Row, Work, by_x, cases_of, eager_too
 from plots import draw_by_work
-from results import best_peers, by_work, counts, read_csv, worst
+from results import (
+    DOCS,
+    PICTURES,
+    SLOWER,
+    Pair,
+    as_markdown,
+    best_peers,
+    counts,
+    csv_of,
+    fill_pages,
+    grouped,
+    listed,
+    mean,
+    number,
+    ratio_text,
+    read_csv,
+    section,
+)
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -42,132 +54,79 @@ SHAPES: dict[str, Shape] = {
 }
 DTYPES = {"float32": tuple(SHAPES), "bfloat16": ("large",), "float16": ("large",)}
 MASKED, VMAPPED, AVERAGED = ("in cache", "large"), "in cache", "large"
-UNMASKED = 0.7
 ROWS_OF_SEGMENT = 8  # on average
 EXPERTS_OF_TOKEN = 2
-MOST_ROWS_OF_PAIRS = 8192
-# The losses that have no mask of the shape of the loss, or none at all.
-WITHOUT_MASK = (
-    *("ctc_loss", "ctc_loss_with_forward_probs", "ntxent", "smooth_labels", "ranking_softmax_loss"),
-    *("binary_dice_loss", "dice_loss", "multiclass_generalized_dice_loss", "make_fenchel_young_loss"),
-    "safe_softmax_cross_entropy",
-)
-# The losses whose masks have the rank of their inputs.
-WITH_MASK_OF_ELEMENTS = (
-    *("cosine_similarity", "cosine_distance", "kl_divergence", "kl_divergence_with_log_targets"),
-    *("generalized_kl_divergence", "convex_kl_divergence"),
-)
-IN_FLOAT32_ALONE = ("multiclass_sparsemax_loss",)  # optax has no gradient of 16-bit floats
+MOST_ROWS_OF_PAIRS = 8192  # so that the plain formula's matrix of pairs fits into memory
 WORST = 40
 
-Maker = Callable[[str, str, Shape], Work]  # of a mask, a dtype, and rows and classes
+Maker = Callable[[str, str, str, Shape], Work]  # of a work, a mask, a dtype, and rows and classes
 
 
-def loss(name: str, mask: str, dtype: str, shape: Shape) -> Work:
-    """A mask has the shape of the losses: `where` for masksafe, a selection among the losses for optax."""
-    ours, theirs = losses.of_masksafe(name), losses.of_optax(name)
-    args = cast(losses.ARGUMENTS[name](losses.at_most(name, shape)), dtype)
-    if mask == "none":
-        return Work({"masksafe": ours, "optax": theirs}, args)
-    where = random_bits(jax.eval_shape(ours, *args).shape, UNMASKED)
-    of_rows = (..., None) if name in WITH_MASK_OF_ELEMENTS else ...
-    functions = {
-        "masksafe": lambda *args: ours(*args[:-1], where=args[-1][of_rows]),
-        "optax": lambda *args: jnp.where(args[-1], theirs(*args[:-1]), 0),
-    }
-    return Work(functions, (*args, where))
+def makers() -> dict[str, tuple[str, Maker]]:
+    """For each work on rows its kind of mask, and what makes it without torch."""
+
+    def on(prepare: Callable[..., Work], sizes_of: Callable[[Shape], Any] = lambda shape: shape) -> Maker:
+        return lambda work, mask, dtype, shape: prepare(work, mask, dtype, sizes_of(shape)).without("torch")
+
+    def loss(work: str, mask: str, dtype: str, shape: Shape) -> Work:
+        return losses.prepare(work, mask, dtype, losses.at_most(work, shape))
+
+    def cross_entropy(work: str, *rest: Any) -> Work:
+        return losses.prepare_cross_entropy(work.removesuffix(" cross-entropy"), *rest).without("torch")
+
+    of: dict[str, tuple[str, Maker]] = dict.fromkeys(formulas.SOFTMAX, ("elements", on(formulas.prepare)))
+    of_segments = on(segments.prepare, lambda shape: (shape, shape[0] // ROWS_OF_SEGMENT))
+    of |= dict.fromkeys(segments.FORMULAS, ("rows", of_segments))
+    of_router = on(formulas.prepare_router, lambda shape: (*shape, EXPERTS_OF_TOKEN))
+    of |= dict.fromkeys(formulas.ROUTERS, (formulas.OF_TOKENS[-1], of_router))
+    of_pairs = on(formulas.prepare_pairs, lambda shape: (min(shape[0], MOST_ROWS_OF_PAIRS), shape[1]))
+    of |= dict.fromkeys(formulas.PAIRS, (formulas.OF_ROWS[-1], of_pairs))
+    norm = on(normalization.prepare, lambda shape: (shape, -1))
+    of |= dict.fromkeys(("layer norm", "RMS norm"), ("elements", norm))
+    of |= {f"{name} cross-entropy": ("rows", cross_entropy) for name in losses.CROSS_ENTROPIES}
+    of_shapes = [name for name in losses.ARGUMENTS if not name.startswith("ctc")]  # which has shapes of its own
+    return of | {name: ("" if name in losses.WITHOUT_MASK else "losses", loss) for name in of_shapes}
 
 
-def cast(args: Sequence[Any], dtype: str) -> tuple[Any, ...]:
-    """The arguments, of which the arrays of floats have the dtype."""
-    is_float = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    return tuple(x.astype(dtype) if is_float(x) else x for x in args)
-
-
-def without_torch(work: Work) -> Work:
-    functions = {name: fn for name, fn in work.functions.items() if name != "torch"}
-    return Work(functions, work.args, work.leaves)
-
-
-def norm(name: str, mask: str, dtype: str, shape: Shape) -> Work:
-    return without_torch(normalization.prepare(name, mask, dtype, shape, -1))
-
-
-def softmax_or_sum(name: str, mask: str, dtype: str, shape: Shape) -> Work:
-    return softmax.prepare(name, mask, dtype, shape)
-
-
-def segment(name: str, mask: str, dtype: str, shape: Shape) -> Work:
-    return segments.prepare(name, mask, dtype, shape, shape[0] // ROWS_OF_SEGMENT)
-
-
-def router(name: str, mask: str, dtype: str, shape: Shape) -> Work:
-    """Rows are tokens, and classes experts."""
-    tokens, experts = shape
-    return routers.prepare(name, mask, dtype, (tokens, experts, EXPERTS_OF_TOKEN))
-
-
-def pairs_of_rows(name: str, mask: str, dtype: str, shape: Shape) -> Work:
-    """At most so many rows that the plain formula's matrix of pairs fits into memory."""
-    rows, width = shape
-    return contrastive.prepare(name, mask, dtype, (min(rows, MOST_ROWS_OF_PAIRS), width))
-
-
-def softmax_cross_entropy(name: str, mask: str, dtype: str, shape: Shape) -> Work:
-    return without_torch(cross_entropy.prepare(name, mask, dtype, shape))
-
-
-def makers() -> dict[tuple[str, str], Maker]:
-    """The work on rows, by its name and its kind of mask."""
-    of: dict[tuple[str, str], Maker] = {}
-    for name in softmax.PEERS:
-        of[name, "elements"] = functools.partial(softmax_or_sum, name)
-    for name in segments.FORMULAS:
-        of[name, "rows"] = functools.partial(segment, name)
-    for name in routers.PEERS:
-        of[name, routers.MASKS[-1]] = functools.partial(router, name)
-    for name in contrastive.LOSSES:
-        of[name, contrastive.MASKS[-1]] = functools.partial(pairs_of_rows, name)
-    for name in ("layer norm", "RMS norm"):
-        of[name, "elements"] = functools.partial(norm, name)
-    for name in cross_entropy.LOSSES:
-        of[f"{name} cross-entropy", "rows"] = functools.partial(softmax_cross_entropy, name)
-    for name in losses.ARGUMENTS:
-        if not name.startswith("ctc"):  # of other shapes: its own benchmark has them
-            of[name, "" if name in WITHOUT_MASK else "losses"] = functools.partial(loss, name)
-    return of
-
-
-def vmapped(make: Maker, dtype: str, shape: Shape) -> Work:
+def vmapped(make: Maker) -> Maker:
     """The work on a batch of four, of which an op under `jax.vmap` sees one."""
-    work = make("none", dtype, shape)
-    batched = [isinstance(x, jax.Array) for x in work.args]
-    args = tuple(jnp.stack([x] * 4) if b else x for x, b in zip(work.args, batched, strict=True))
-    in_axes = tuple(0 if b else None for b in batched)
-    return Work({name: jax.vmap(fn, in_axes) for name, fn in work.functions.items()}, args, work.leaves)
+
+    def prepare(*of: Any) -> Work:
+        work = make(*of)
+        batched = [bool(jnp.ndim(x)) for x in work.args]
+        args = tuple(jnp.stack([x] * 4) if b else x for x, b in zip(work.args, batched, strict=True))
+        in_axes = tuple(0 if b else None for b in batched)
+        return Work({name: jax.vmap(fn, in_axes) for name, fn in work.functions.items()}, args, work.leaves)
+
+    return prepare
 
 
-def mean_of(make: Maker, dtype: str, shape: Shape) -> Work:
+def averaged(make: Maker) -> Maker:
     """The work and the mean of its results, as in a training step."""
-    work = make("none", dtype, shape)
-    functions = {name: lambda *args, fn=fn: jnp.mean(fn(*args)) for name, fn in work.functions.items()}
-    return Work(functions, work.args, work.leaves)
+
+    def prepare(*of: Any) -> Work:
+        work = make(*of)
+        functions = {name: lambda *args, fn=fn: jnp.mean(fn(*args)) for name, fn in work.functions.items()}
+        return Work(functions, work.args, work.leaves)
+
+    return prepare
 
 
 def cases_of_rows() -> list[Case]:
     cases = []
-    for (name, mask_kind), make in makers().items():
-        for dtype, sizes in DTYPES.items():
-            for size in sizes if dtype == "float32" or name not in IN_FLOAT32_ALONE else ():
-                masks = ("none", mask_kind) if mask_kind and size in MASKED else ("none",)
-                for mask in masks:
-                    prepare = functools.partial(make, mask, dtype, SHAPES[size])
-                    cases.append(Case(name, mask, dtype, size, by_x(SHAPES[size]), prepare))
-        average = functools.partial(mean_of, make, "float32", SHAPES[AVERAGED])
-        cases.append(Case(name, "none", "float32", "mean", f"mean of {by_x(SHAPES[AVERAGED])}", average))
-        batch = functools.partial(vmapped, make, "float32", SHAPES[VMAPPED])
-        cases.append(Case(name, "none", "float32", "vmap", f"4 of {by_x(SHAPES[VMAPPED])}", batch))
-    return list(eager_too(cases))
+    for name, (kind, make) in makers().items():
+        grid = [
+            (name, mask, dtype, size)
+            for dtype, sizes in DTYPES.items()
+            for size in (sizes if dtype == "float32" or name not in losses.FLOAT32_ONLY else ())
+            for mask in (("none", kind) if kind and size in MASKED else ("none",))
+        ]
+        cases += cases_of(make, SHAPES, grid)
+        for size, change, shape, text in (("mean", averaged, AVERAGED, "mean of"), ("vmap", vmapped, VMAPPED, "4 of")):
+            told = f"{text} {by_x(SHAPES[shape])}"
+            one = [(name, "none", "float32", size)]
+            cases += cases_of(change(make), {size: SHAPES[shape]}, one, lambda _, told=told: told)
+    return eager_too(cases)
 
 
 ATTENTION = {  # samples, queries, keys
@@ -180,43 +139,57 @@ ATTENTION = {  # samples, queries, keys
 LINEAR = {"middle": (512, 256, 4096), "large": (1024, 256, 16384)}  # tokens, width, classes
 
 
-def attend(mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
-    return without_torch(attention.prepare(mask, dtype, sizes))
-
-
-def linear(mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
-    return without_torch(linear_cross_entropy.prepare(mask, dtype, sizes))
-
-
 def cases_of_products() -> list[Case]:
-    cases = []
-    for size, sizes in ATTENTION.items():
-        masks = ("none", "half padding") if size == "decoding" else ("none", "causal", "half padding")
-        for mask in masks:
-            for dtype in ("float32", "bfloat16"):
-                passes = (VALUE,) if size == "decoding" else Case.passes
-                prepare = functools.partial(attend, mask, dtype, sizes)
-                cases.append(Case("attention", mask, dtype, size, by_x(sizes), prepare, passes=passes))
-    for size, sizes in LINEAR.items():
-        for mask in ("none", "60 % of tokens"):
-            for dtype in ("float32", "bfloat16"):
-                prepare = functools.partial(linear, mask, dtype, sizes)
-                cases.append(Case("linear cross-entropy", mask, dtype, size, by_x(sizes), prepare))
-    return cases
+    attend = lambda *of: attention.prepare(*of).without("torch")  # noqa: E731
+    loss = lambda _, *of: linear.prepare("linear", *of).without("torch")  # noqa: E731
+    dtypes, found = ("float32", "bfloat16"), []
+    for size in ATTENTION:
+        decodes = size == "decoding"
+        masks = ("none", "half padding") if decodes else ("none", "causal", "half padding")
+        grid = [("attention", mask, dtype, size) for mask in masks for dtype in dtypes]
+        found += cases_of(attend, ATTENTION, grid, **({"passes": (VALUE,)} if decodes else {}))
+    masks = ("none", "60 % of tokens")
+    return found + cases_of(
+        loss, LINEAR, [("linear cross-entropy", m, d, size) for size in LINEAR for m in masks for d in dtypes]
+    )
 
 
 BENCHMARK = Benchmark("sweep", "The sweep", (), cases_of_rows() + cases_of_products())
 
 
-def section(docs: Path) -> str:
-    """What stands on the page: for each kind of work the ratios of the minima to those of the fastest peer."""
-    rows, older = both("sweep", docs)
-    draw_by_work(best_peers(rows), docs / "_static" / "benchmarks" / "sweep.png")
-    return section_of(BENCHMARK, rows, older, lambda rows: by_work(best_peers(rows)), summary)
+# Results: ratios of the minima to those of the fastest peer
 
 
-def summary(rows: Sequence[Row]) -> str:
-    found = [ratio.minimum for ratio in best_peers(rows)]
+def text_of(pair: Pair) -> str:
+    row = pair.row
+    return listed(row.mask, row.dtype, row.shape, row.what, "eager" if row.eager else "")
+
+
+def worst(found: Sequence[Pair]) -> str:
+    header = ["work", "case", "against", "minima", "medians", "ms"]
+    cells = lambda pair: [ratio_text(pair.minimum), ratio_text(pair.median), number(pair.row.minimum_ms)]  # noqa: E731
+    return as_markdown(header, [[p.row.work, text_of(p), p.peer.candidate, *cells(p)] for p in found[:WORST]])
+
+
+def by_work(found: Sequence[Pair]) -> str:
+    """For each op the geometric mean of the ratios, how many exceed the limit, and the worst."""
+    lines = []
+    for work, group in grouped(found, lambda pair: pair.row.work).items():
+        ratios = [pair.minimum for pair in group]
+        cells = str(len(group)), ratio_text(mean(ratios)), str(sum(ratio > SLOWER for ratio in ratios))
+        lines.append((mean(ratios), [work, *cells, f"{group[0].minimum:.2f}: {text_of(group[0])}"]))
+    header = ["work", "cases", "geometric mean", f"above {SLOWER}", "the worst"]
+    return as_markdown(header, [line for _, line in sorted(lines, key=lambda line: -line[0])])
+
+
+def section_of(docs: Path) -> str:
+    """What stands on the page, with its picture."""
+    draw_by_work(best_peers(read_csv(csv_of("sweep", docs))), docs / PICTURES / "sweep.png")
+    return section(BENCHMARK, docs, lambda _, rows: by_work(best_peers(rows)), summary)
+
+
+def summary(_: Benchmark, rows: Sequence[Row]) -> str:
+    found = [pair.minimum for pair in best_peers(rows)]
     return f"{counts(found)}, {sum(ratio > 2 for ratio in found)} above 2."
 
 
@@ -224,9 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console, options = Console(), parse([BENCHMARK], arguments)
     failures = [] if options.plot_only else measure_all([BENCHMARK], options, console)
     found = best_peers(read_csv(csv_of("sweep", options.docs, options.folder)))
-    console.print(Markdown(worst(found, WORST)), Markdown(by_work(found)))
+    console.print(Markdown(worst(found)), Markdown(by_work(found)))
     if not options.folder and options.docs.resolve() == DOCS.resolve():
-        fill_pages(DOCS, {"sweep": section(DOCS)})
+        fill_pages(DOCS, {"sweep": section_of(DOCS)})
     tell(failures)
 
 

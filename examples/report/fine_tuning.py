@@ -6,7 +6,8 @@ compute everywhere and multiply by a mask of floats.
 
     python examples/report/fine_tuning.py    # 6 seconds
 
-The exit status is 0 if masksafe is right everywhere, 1 if it is not. The guide "Policies" explains the rows.
+The exit status is 0 if masksafe is right everywhere, 1 if it is not. The guide "RL and preference tuning"
+explains the rows.
 """
 
 import functools

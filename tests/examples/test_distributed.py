@@ -4,6 +4,7 @@ import time
 
 import distributed
 import numpy as np
+import processes
 import pytest
 
 CURVES = {
@@ -58,7 +59,7 @@ def test_no_process_is_left_behind_when_one_is_killed(tmp_path):
         time.sleep(1)
         children[1].process.kill()
         with pytest.raises(TimeoutError, match=r"exit statuses \[None, -9\]"):
-            distributed.wait_for(children, grace=0.5)
+            processes.wait_for(children, grace=0.5)
     assert all(child.process.poll() is not None for child in children)
 
 

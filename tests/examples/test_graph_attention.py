@@ -3,6 +3,10 @@
 import graph_attention as example
 import numpy as np
 import pytest
+import shared
+from rich.console import Console
+
+QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +62,21 @@ def test_first_step(batches):
 
 @pytest.mark.forms
 def test_garbage_changes_no_bit_of_a_training_that_learns(batches):
-    clean, garbage = (example.train(name, batches) for name in (example.CLEAN, example.POLLUTED))
-    assert example.is_same(clean, garbage)
+    clean, garbage = (example.train(name, batches, QUIET) for name in (example.CLEAN, example.POLLUTED))
+    assert shared.same_bits(clean, garbage)
     assert np.mean(clean.losses[-10:]) < 0.3 * np.concatenate([b.share[b.has_graph] for b in batches]).var()
 
 
 def test_garbage_changes_no_bit_and_ends_other_formulas_at_the_second_step(batches):
-    records = {name: example.train(name, batches[:4]) for name in example.RUNS}
+    records = {name: example.train(name, batches[:4], QUIET) for name in example.RUNS}
     assert [len(record.losses) for record in records.values()] == [4, 4, 4, 2, 2]
-    assert example.is_same(records[example.CLEAN], records[example.POLLUTED])
+    assert shared.same_bits(records[example.CLEAN], records[example.POLLUTED])
 
 
 @pytest.mark.slow
 def test_picture(tmp_path, batches):
     graph = example.draw_graph(np.random.default_rng(1))
-    records = {name: example.train(name, batches[:3]) for name in example.RUNS}
+    records = {name: example.train(name, batches[:3], QUIET) for name in example.RUNS}
     weights = example.attention_of(records[example.CLEAN].params, graph)
     totals = np.bincount(graph.receivers, weights)
     np.testing.assert_allclose(totals, np.ones(len(graph.power)), rtol=1e-6)

@@ -4,7 +4,6 @@ import _collections_abc
 import ast
 import functools
 import inspect
-import io
 
 import chex
 import jax
@@ -104,9 +103,7 @@ def test_both_losses_train_the_same_model(trainer, data):
 def test_costs_of_both(trainer, data):
     costs = language_model.compare(trainer, data, rounds=1)
     assert set(costs) == {"optax", "masksafe"}
-    console = Console(record=True, width=100, file=io.StringIO())
-    language_model.show(costs, console)
-    assert "tokens a second" in console.export_text()
+    assert all(cost.seconds > 0 for cost in costs.values())
 
 
 def test_picture_of_the_curve(tmp_path):

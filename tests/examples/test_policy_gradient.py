@@ -1,12 +1,15 @@
 """The example of policy gradients: the reward rises, and what stands in the padding changes no bit."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import policy_gradient as example
 import pytest
+import shared
 import train_names
+from rich.console import Console
 
 MODEL = train_names.Config(docstring_length=4, name_length=8, width=16, heads=2, decoder_layers=1)
 CONFIG = example.Config(model=MODEL, groups=4, samples=8, steps=20, learning_rate=0.03, unanswered=0.25)
@@ -27,7 +30,9 @@ def trainer():
 
 @pytest.fixture(scope="module")
 def batch(trainer):
-    return example.without_reward(trainer.draw(trainer.start, np.random.default_rng(1)), CONFIG.samples)
+    """The first group has no reward."""
+    batch = trainer.draw(trainer.start, np.random.default_rng(1))
+    return batch._replace(mask=np.where(np.arange(len(batch.mask))[:, None] < CONFIG.samples, 0, batch.mask))
 
 
 @pytest.fixture(scope="module")
@@ -70,26 +75,31 @@ def test_a_batch_is_finished_when_it_is_drawn(trainer):
     """No call still reads its arrays, nor computes one of them."""
     batch = trainer.draw(trainer.start, np.random.default_rng(1))
     assert {type(x) for x in batch} == {np.ndarray}
-    without = example.without_reward(batch, CONFIG.samples)
-    assert not np.shares_memory(without.mask, batch.mask)
-    np.testing.assert_array_equal(without.mask[CONFIG.samples :], batch.mask[CONFIG.samples :])
+
+
+def gradients(loss, inputs, config=CONFIG):
+    """The loss and its gradients of features and kernel."""
+    function = jax.jit(jax.value_and_grad(lambda *args: loss(*args, config)[0], argnums=(0, 1)))
+    return function(*inputs)
 
 
 @pytest.mark.slow
 def test_both_formulas_are_the_same_on_clean_padding(inputs):
-    ours, theirs = (example.gradients_of(loss, CONFIG)(*inputs) for loss in example.LOSSES.values())
+    ours, theirs = (gradients(loss, inputs) for loss in example.LOSSES.values())
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-5), ours, theirs)
 
 
 @pytest.mark.slow
-def test_garbage_changes_no_bit_of_ours_and_makes_the_other_nan(inputs):
-    effects = {}
-    for name, loss in example.LOSSES.items():
-        function = example.gradients_of(loss, CONFIG)
-        clean = function(*inputs)
-        effects[name] = {kind: example.effect(clean, function(*x)) for kind, x in example.garbage_of(inputs).items()}
-    assert set(effects[example.MASKSAFE].values()) == {"the same bits"}
-    assert all("NaN" in effect for effect in effects[example.USUAL].values()), effects[example.USUAL]
+@pytest.mark.parametrize(
+    ("name", "garbage"), [("old_log_probs", np.nan), ("old_log_probs", -1e4), ("ref_log_probs", 1e4), ("labels", -100)]
+)
+def test_garbage_changes_no_bit_of_ours_and_makes_the_other_nan(inputs, name, garbage):
+    features, kernel, batch = inputs
+    x = getattr(batch, name)
+    polluted = features, kernel, batch._replace(**{name: np.where(batch.mask, x, garbage).astype(x.dtype)})
+    assert shared.same_bits(gradients(example.masksafe_loss, inputs), gradients(example.masksafe_loss, polluted))
+    found = gradients(example.usual_loss, polluted)
+    assert any(np.isnan(x).any() for x in jax.tree.leaves(found))
 
 
 @pytest.mark.slow
@@ -98,22 +108,28 @@ def test_groups_of_equal_rewards_and_without_any_have_no_part(inputs):
     features, kernel, batch = inputs
     config = dataclasses.replace(CONFIG, kl_weight=0.0)
     equal = batch._replace(rewards=np.repeat([0.3, 0.7, 1.0, 0.0], CONFIG.samples).astype(np.float32))
-    value, gradients = example.gradients_of(example.masksafe_loss, config)(features, kernel, equal)
+    value, found = gradients(example.masksafe_loss, (features, kernel, equal), config)
     assert value == 0
-    assert not any(np.any(gradient) for gradient in gradients)
+    assert not any(np.any(gradient) for gradient in found)
+
+
+@pytest.fixture
+def more_garbage(monkeypatch):
+    for name in (example.MASKSAFE, example.USUAL):
+        pollute = functools.partial(example.leave_garbage, bad_share=0.1)
+        monkeypatch.setitem(example.RUNS, f"{name}, garbage", (name, pollute))
 
 
 @pytest.mark.slow
-def test_reward_rises_with_garbage_as_without(trainer):
-    clean = trainer.run(example.MASKSAFE, example.leave_clean)
-    garbage = trainer.run(example.MASKSAFE, lambda *args: example.leave_garbage(*args, bad_share=0.1))
+def test_reward_rises_with_garbage_as_without(trainer, more_garbage):
+    clean, garbage = (trainer.run(f"masksafe, {padding}", Console(quiet=True)) for padding in ("clean", "garbage"))
     assert np.mean(clean.rewards[-5:]) > np.mean(clean.rewards[:5]) + 0.1
-    assert example.effect(clean[:2], garbage[:2]) == "the same bits"
+    assert shared.same_bits(clean[:2], garbage[:2])
 
 
 @pytest.mark.slow
-def test_the_usual_formula_ends_at_the_first_nan(trainer):
-    record = trainer.run(example.USUAL, lambda *args: example.leave_garbage(*args, bad_share=0.1))
+def test_the_usual_formula_ends_at_the_first_nan(trainer, more_garbage):
+    record = trainer.run("usual formula, garbage", Console(quiet=True))
     assert record.has_ended
     assert len(record.rewards) == 1
 
@@ -130,15 +146,6 @@ def test_the_sampler_has_the_distribution_of_the_model(trainer):
     for characters, probabilities in zip((drawn[:, 0], second), expected, strict=True):
         found = np.bincount(characters, minlength=train_names.CHARACTERS) / len(characters)
         np.testing.assert_allclose(found, probabilities, atol=5 * (0.25 / len(characters)) ** 0.5)
-
-
-@pytest.mark.slow
-def test_costs_are_measured(inputs):
-    functions = {name: example.gradients_of(loss, CONFIG) for name, loss in example.LOSSES.items()}
-    large = example.large_inputs(shortest=1, rows=16, length=32, width=8, vocabulary=8192)
-    costs = example.measure(functions, large, rounds=1)
-    assert costs[example.MASKSAFE].temporary_bytes < costs[example.USUAL].temporary_bytes
-    assert all(cost.seconds > 0 for cost in costs.values())
 
 
 def test_picture(tmp_path):

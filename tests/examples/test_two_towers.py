@@ -5,9 +5,12 @@ import os
 
 import numpy as np
 import pytest
+import shared
 import train_names
 import two_towers as example
+from rich.console import Console
 
+QUIET = Console(quiet=True)
 FUNCTIONS = [
     ("Return the name of a file.", "fileName"),
     ("Close the file.", "close"),
@@ -21,7 +24,7 @@ FUNCTIONS = [
 def data():
     """Functions to train on, and others to find."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_names.sysconfig, "get_paths", lambda: {"stdlib": os.path.dirname(email.__file__)})
+        patch.setattr(shared.sysconfig, "get_paths", lambda: {"stdlib": os.path.dirname(email.__file__)})
         functions = example.select_functions(train_names.read_functions())
     pairs = example.make_pairs(functions)
     return tuple(pairs.rows(part) for part in example.hold_out(pairs, 40, np.random.default_rng(0)))
@@ -72,20 +75,9 @@ def test_padding_is_filled_and_nothing_else(data):
 
 
 @pytest.mark.slow
-def test_effects_of_padding_on_the_loss():
-    paddings = example.ZEROS, example.LAST_ROW, example.GARBAGE
-    effects = {name: [example.effect(name, padding) for padding in paddings] for name in example.LOSSES}
-    same = "as without them"
-    assert effects[example.MASKSAFE] == [same] * 3
-    assert effects[example.MASKED_CLIP] == [same, same, "gradient NaN"]
-    assert [effect.partition(" ")[2] for effect in effects[example.CLIP]] == ["in place of 0.62"] * 2 + [""]
-    assert effects[example.CLIP][2] == "NaN"
-
-
-@pytest.mark.slow
 def test_garbage_changes_no_bit_of_a_training_that_learns(data):
-    clean, garbage = (example.train(name, *data, epochs=30) for name in (example.CLEAN, example.POLLUTED))
-    assert example.is_same(clean, garbage)
+    clean, garbage = (example.train(name, *data, 30, QUIET) for name in (example.CLEAN, example.POLLUTED))
+    assert shared.same_bits(clean, garbage)
     assert clean.recalls[0] < 0.1
     assert clean.recalls[-1] > 0.2
     assert clean.steps[-1] == len(clean.losses)
@@ -93,7 +85,7 @@ def test_garbage_changes_no_bit_of_a_training_that_learns(data):
 
 @pytest.mark.slow
 def test_the_usual_formula_ends_at_the_first_step_with_garbage(data):
-    steps = {name: len(example.train(name, *data, epochs=1).losses) for name in example.RUNS}
+    steps = {name: len(example.train(name, *data, 1, QUIET).losses) for name in example.RUNS}
     whole, *_ = steps.values()
     assert whole > 1
     assert list(steps.values()) == [whole] * 4 + [1]
@@ -109,6 +101,6 @@ def test_recall_is_the_share_whose_name_is_nearest(data, monkeypatch):
 def test_picture_and_costs(tmp_path, data):
     costs = {rows: example.measure(rows, width=8, rounds=1) for rows in (16, 32)}
     assert all(cost.seconds > 0 for of_losses in costs.values() for cost in of_losses.values())
-    records = {name: example.train(name, *data, epochs=1) for name in example.RUNS}
+    records = {name: example.train(name, *data, 1, QUIET) for name in example.RUNS}
     example.draw(records, costs, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -1,0 +1,117 @@
+"""What the examples share: the command line, a source of text, progress, costs, tables and pictures."""
+
+import argparse
+import ast
+import contextlib
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+SECONDS = 3  # between lines of progress, where there is no terminal
+
+
+def parser_of(text: str | None, *, writes: bool = True, **numbers: int) -> argparse.ArgumentParser:
+    """A command line with options of those names and defaults, and for the folder of what the example writes."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, number in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=number, help="default: %(default)s")
+    if writes:
+        parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
+    return parser
+
+
+def library_sources() -> Iterator[tuple[ast.Module, bytes]]:
+    """The modules of Python's own standard library, parsed, and their source."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(library.rglob("*.py")):
+        if not {"site-packages", "test", "tests", "idle_test"} & set(path.parts):
+            source = path.read_bytes()
+            with contextlib.suppress(SyntaxError):  # some tools of the library ship samples of bad source
+                yield ast.parse(source), source
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int, console: Console) -> Iterator[Callable[[str], None]]:
+    """A function to be called after each step, with what to tell of it: a bar, or elsewhere a line now and then."""
+    if console.is_terminal:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda text: bar.update(task, advance=1, description=f"{title}: {text}")
+        return
+    done, told = 0, time.monotonic()
+
+    def advance(text: str) -> None:
+        nonlocal done, told
+        done += 1
+        if time.monotonic() - told > SECONDS:
+            told = time.monotonic()
+            console.print(f"{title}: {done} of {total}, {text}")
+
+    yield advance
+
+
+def same_bits(first: Any, second: Any) -> bool:
+    """Whether all arrays of two trees are equal, bit for bit."""
+    return all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (first, second)), strict=True))
+
+
+class Cost(NamedTuple):
+    """The cost of a compiled function."""
+
+    seconds: float
+    temporary_bytes: int
+
+
+def costs_of(functions: Mapping[str, Callable[..., Any]], args: Sequence[Any], rounds: int) -> dict[str, Cost]:
+    """The functions take turns, each after a call that warms up; the median counts."""
+    programs = {name: jax.jit(function).lower(*args).compile() for name, function in functions.items()}
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, program in programs.items():
+            jax.block_until_ready(program(*args))
+            start = time.perf_counter()
+            jax.block_until_ready(program(*args))
+            times[name].append(time.perf_counter() - start)
+    return {n: Cost(statistics.median(times[n]), p.memory_analysis().temp_size_in_bytes) for n, p in programs.items()}
+
+
+def show_costs(costs: Mapping[str, Mapping[str, Cost]], title: str, console: Console) -> None:
+    """A line for each piece of work, a column for each function."""
+    text = lambda cost: f"{1e3 * cost.seconds:.0f} ms, {cost.temporary_bytes / 2**20:.1f} MiB"  # noqa: E731
+    header = ["", *next(iter(costs.values()))]
+    show(title, header, ([name, *map(text, of.values())] for name, of in costs.items()), console)
+
+
+def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], console: Console) -> None:
+    table = Table(*header, title=title)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def smooth(values: Sequence[float], window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where windows of so many values end, and their means."""
+    window = max(1, min(window, len(values)))
+    means = np.convolve(values, np.ones(window) / window, "valid")
+    return np.arange(len(means)) + window, means
+
+
+def save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,188 @@
+"""The benchmarks of programs: shapes in place of arrays, what is counted, and what is timed on a GPU."""
+
+import dataclasses
+import time
+import types
+
+import compiled
+import formulas
+import gpu
+import jax
+import jax.numpy as jnp
+import losses
+import measure
+import numpy as np
+import operations
+import programs
+import pytest
+import results
+from command import Console, rows_of_all
+from measure import GRADIENT, PASSES, Row
+from programs import TARGETS, compile_for
+
+SCATTERS = """
+%fused (p.0: f32[4], p.1: s32[8,1], p.2: f32[8]) -> f32[4] {
+  %exp = f32[8]{0} exponential(%p.2)
+  ROOT %scatter.1 = f32[4]{0} scatter(%p.0, %p.1, %exp), to_apply=%add
+}
+
+ENTRY %main (x: f32[4], ids: s32[8,1], y: f32[8]) -> f32[4] {
+  %scatter_fusion = f32[4]{0} fusion(%x, %ids, %y), kind=kInput, calls=%fused
+  ROOT %scatter.2 = f32[4]{0} scatter(%scatter_fusion, %ids, %y), to_apply=%add
+}
+"""
+X = jax.ShapeDtypeStruct((256,), "float32")
+WORK = measure.Work({"masksafe": jnp.square, "optax": lambda x: x * x + 1, "torch": None}, (jnp.ones(256),))
+CASE = measure.Case("power", "none", "float32", "large", "256", lambda: WORK)
+EACH = [(what, name) for what in PASSES for name in ("masksafe", "optax")]
+
+
+def both(ours, peer, **columns):
+    """The rows of masksafe and of optax."""
+    of_case = {"benchmark": "powers", "work": "power", "mask": "none", "dtype": "float32", "size": "large"}
+    of_case |= {"shape": "3", "what": GRADIENT, "date": "2026-11-01", "versions": "jax 1", "target": "h100"} | columns
+    return [Row(**of_case, candidate=name, **of) for name, of in (("masksafe", ours), ("optax", peer))]
+
+
+@pytest.mark.slow
+def test_nothing_is_drawn_where_only_shapes_are_wanted(monkeypatch):
+    lengths_only = types.SimpleNamespace(uniform=lambda low, high, shape: np.ones(shape))
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: lengths_only)
+    for case in {case.work: case for of in compiled.benchmarks().values() for case in of}.values():
+        assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(compiled.shapes_of(case.prepare).args))
+
+
+def test_each_op_and_dtype_has_cases():
+    cases = [case for of in compiled.benchmarks().values() for case in of]
+    for work in {case.work for case in cases} - {"attention by cuDNN", *losses.FLOAT32_ONLY}:
+        assert {case.dtype for case in cases if case.work == work} == set(compiled.DTYPES), work
+    works = [case.work for _, case in gpu.cases()]
+    assert len(set(works[: len(set(works))])) == len(set(works))  # each op once before any twice
+    assert {case.work for case in cases} == set(works)
+
+
+def test_a_case_is_compiled_for_a_target():
+    rows = list(compiled.rows_of("powers", CASE, "cpu"))
+    assert [(row.what, row.candidate) for row in rows] == EACH
+    assert [row.bytes_moved for row in rows[:2]] == [2048, 2048]
+    assert min(row.bytes_moved for row in rows[2:]) >= 4096
+    assert {row.launches for row in rows[:2]} == {1}
+
+
+@pytest.mark.slow
+def test_a_case_is_measured_for_each_candidate_and_pass():
+    found = list(compiled.sizes_of("powers", CASE))
+    assert [(row.what, row.candidate) for row in found] == EACH
+    assert found[0].operations < found[1].operations < found[3].operations
+    assert all(row.instructions > 0 and row.seconds > 0 for row in found)
+
+
+def test_operations_are_counted_before_xla_joins_those_that_are_equal_and_for_any_length():
+    counts = [operations.operations(fn, X) for fn in (lambda x: x * x, lambda x: x * x + x * x)]
+    assert counts[1] == counts[0] + 2
+    assert operations.operations(jnp.var, X) == operations.operations(jnp.var, jax.ShapeDtypeStruct((8,), "float32"))
+
+
+def test_a_program_has_kernels_of_which_it_is_the_sum():
+    program = compile_for("cpu", lambda x: jnp.sum(x) + x, X)
+    assert program.bytes_moved == sum(moved for *_, moved in program.kernels()) > 2048
+    assert program.launches == len(list(program.kernels()))
+    assert program.collectives == {}
+    assert programs.Program(SCATTERS, 0).scatters == 2  # inside of kernels too
+
+
+def test_programs_can_be_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv(programs.KEPT, str(tmp_path / "kept"))
+    found = [compile_for("cpu", lambda x, n=n: x + n, X) for n in (1, 1, 2)]
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    assert compile_for("cpu", lambda x: x + 2, X) == found[2] != found[0] == found[1]
+
+
+def test_ops_are_in_the_order_of_their_mean_ratios():
+    sizes = [{"bytes_moved": n, "launches": 2, "temporary_bytes": 2**20} for n in (3000, 1000)]
+    peer = {"bytes_moved": 2000, "launches": 1, "temporary_bytes": 0}
+    rows = [*both(sizes[0], peer, what="value"), *both(sizes[1], peer, what="value", dtype="bfloat16")]
+    rows += both(sizes[0], peer, work="root", mask="rows")
+    first, second = compiled.lines_of_ops(results.pairs(rows))
+    assert first == ["root", "optax", GRADIENT, "**1.50**", "**1.50**", "rows, float32", "2 / 1", "1.00 / 0"]
+    assert second[:6] == ["power", "optax", "value", "0.87", "**1.50**", "float32"]
+    for row in rows:
+        row.cycles = row.launches
+    found = results.pairs(rows)
+    assert all(line[6:8] == ["**2.00**", "**2.00**"] for line in compiled.lines_of_ops(found))  # in place of launches
+    assert compiled.header_of(found)[6:] == [*compiled.CYCLES, compiled.HEADER[-1]]
+    assert "2 move more than 1.1 times the bytes of the other library's, and 3 take more" in compiled.summary(rows)
+
+
+def test_the_page_has_what_is_twice_as_large():
+    sizes = [dict(zip(operations.FIGURES, found, strict=True)) for found in ((900, 60, 0.5), (400, 20, 0.25))]
+    text = operations.summary([*both(*sizes, mask="rows"), *both(*sizes[::-1], work="root")])
+    assert "Of 2 programs 1 have more than twice the operations" in text
+    cells = [cell.strip() for cell in text.splitlines()[-3].strip("|").split("|")]
+    assert cells[:7] == ["power", "optax", "rows", "-", "-", "900 / 400", "**2.25**"]
+    assert cells[7:] == ["60 / 20", "**3.00**", "0.500 / 0.250", "**2.00**"]
+
+
+@pytest.mark.parametrize("target", ["h100", "cpu"])
+def test_page_and_picture_are_made_from_the_csv(target, tmp_path):
+    page = tmp_path / "performance" / "page.md"
+    page.parent.mkdir()
+    page.write_text(f"<!-- table: {compiled.PLACES[target]} -->\nold\n<!-- end -->\n")
+    rows = results.read_csv(compiled.csv_of(target, results.DOCS))
+    results.write_csv(compiled.csv_of(target, tmp_path), rows)
+    compiled.main(["--target", target, "--plot-only", "--docs", str(tmp_path)])
+    assert "old" not in page.read_text()
+    assert page.read_text().count("| ") > 100
+    assert (tmp_path / "_static" / "benchmarks" / "compiled_h100.png").exists() == (target == "h100")
+
+
+def test_what_is_missing_is_told(monkeypatch):
+    monkeypatch.setitem(TARGETS, "h100", dataclasses.replace(TARGETS["h100"], module="nothing_of_this_name"))
+    with pytest.raises(
+        SystemExit, match=r'h100: nothing_of_this_name is not installed: pip install "\.\[gpu-compile\]"'
+    ):
+        compiled.main([])
+
+
+# On a GPU
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_without_a_gpu_it_says_what_it_needs():
+    with pytest.raises(SystemExit, match=r"gpu\.py needs a GPU, and JAX's default device is "):
+        gpu.main([])
+
+
+@pytest.mark.forms
+def test_candidates_are_timed_and_what_fails_or_has_no_time_is_named(monkeypatch):
+    monkeypatch.setattr(measure.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(gpu, "SECONDS", 1e-4)
+    assert gpu.bytes_per_second(2**20) > 0
+    bad, end = dataclasses.replace(CASE, work="bad", prepare=lambda: 1 / 0), time.monotonic() + 60
+    timed = lambda name, case: gpu.rows_of(name, case, 1e9, end)  # noqa: E731
+    rows, failures = rows_of_all([("powers", bad), ("powers", CASE)], timed, "", Console(quiet=True))
+    assert failures == ["powers: bad, none, float32, large: ZeroDivisionError: division by zero"]
+    assert [(row.what, row.candidate, row.bytes) for row in rows] == [
+        (*each, size) for each, size in zip(EACH, (2048, 2048, 4096, 4096), strict=True)
+    ]
+    assert all(0 < row.minimum_ms <= row.median_ms for row in rows)
+    with pytest.raises(TimeoutError, match="no time was left"):
+        list(gpu.rows_of("powers", CASE, 1e9, time.monotonic() - 1))
+
+
+def test_shares_are_those_of_a_copy_and_of_cudnn():
+    ours, peer = {"median_ms": 2.0, "copy_ms": 1.0}, {"median_ms": 1.25, "copy_ms": 1.0}
+    assert gpu.lines_of(both(ours, peer)) == [
+        ["power", "none", GRADIENT, "optax", "2.00 / 1.25", "**1.60**", "50 %", "80 %"]
+    ]
+    rows = both(ours, peer | {"median_ms": 4.0}, benchmark="attention")
+    assert gpu.lines_of(rows)[0][-2:] == ["-", "-"]
+    rows += both(ours, peer | {"median_ms": 1.0}, benchmark="attention", work=gpu.BY_CUDNN)[1:]
+    rows[-1].candidate = "jax.nn"
+    assert gpu.lines_of(rows)[0][-2:] == ["50 %", "25 %"]
+
+
+def test_a_choice_of_cases():
+    options = compiled.parse(["--only", "softmax", "--quick"])
+    assert sorted(case.work for _, case in compiled.chosen(gpu.cases(), options)) == sorted(formulas.SOFTMAX)
