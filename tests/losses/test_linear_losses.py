@@ -109,27 +109,23 @@ def test_value_and_gradients_are_those_of_the_formula(platform, op, options):
     assert_same_function(fns, floats)
 
 
-OTHER_REDUCTIONS = [
+OF_EVERY_DERIVATIVE = [
     (CROSS_ENTROPY, {**ARRAYS[CROSS_ENTROPY], **OPTIONS, "reduction": "sum", "class_mask": "bias"}),
-    (LOG_PROBS, {"with_entropy": True, "with_predictions": True}),
-    (DIVERGENCE, {**ARRAYS[DIVERGENCE], "direction": "forward"}),
-    (DIVERGENCE, {**ARRAYS[DIVERGENCE], "direction": "jensen_shannon", "reduction": "sum"}),
+    (LOG_PROBS, {**ARRAYS[LOG_PROBS], **CAPPED, "with_entropy": True, "class_mask": True}),
+    (DIVERGENCE, {**ARRAYS[DIVERGENCE], "direction": "jensen_shannon", "class_mask": True}),
     (TOP_K, {**ARRAYS[TOP_K], "direction": "jensen_shannon", "reduction": "sum", "rest": "drop"}),
 ]
 
 
-@in_turn(("op", "options"), [], [row[1:] for row in DEFAULT] + OTHER_REDUCTIONS)
+@in_turn(("op", "options"), [], OF_EVERY_DERIVATIVE)
 def test_every_derivative(platform, op, options):
     *fns, floats = ours_and_formula(op, **{"block_size": 9} | options)
     assert_same_function(fns, floats, every_derivative, rtol=1e-9, atol=1e-11)
 
 
 COTANGENTS_OF_ZERO = [
-    (CROSS_ENTROPY, {"reduction": "mean", "weights": True}),
     (CROSS_ENTROPY, {"reduction": "none", "weights": True}),
-    (LOG_PROBS, {"with_entropy": True}),
     (DIVERGENCE, {"reduction": "sum"}),
-    (DIVERGENCE, {"reduction": "none"}),
     (TOP_K, {"reduction": "none"}),
 ]
 
@@ -193,7 +189,7 @@ TYPES = "bfloat16", "float32", "float64"
 @pytest.mark.forms
 @pytest.mark.parametrize(
     ("op", "i", "j"),
-    [*itertools.product((CROSS_ENTROPY, DIVERGENCE), range(3), range(3)), (LOG_PROBS, 0, 2), (TOP_K, 2, 0)],
+    [*((op, i, (i + n) % 3) for n, op in enumerate((CROSS_ENTROPY, DIVERGENCE), 1) for i in range(3)), (TOP_K, 2, 0)],
 )
 def test_mixed_dtypes_have_second_derivatives(op, i, j):
     """With 64-bit types, an argument may be wider than the sums or narrower."""
