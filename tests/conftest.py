@@ -54,6 +54,30 @@ NOT_OPTIMISED = (
 )
 
 
+# Here each case compiles a program, or more: the first value of each parameter runs by default, the others with
+# `-m forms`. What is refused compiles nothing, and all of it runs.
+OF_FIRST_VALUES = (
+    "tests/adapters/",
+    "tests/attention/test_attention_formula.py",
+    "tests/attention/test_attention_splash.py",
+    "tests/losses/test_contrastive.py",
+    "tests/losses/test_cross_entropy.py",
+    "tests/losses/test_linear_",
+    "tests/normalization/test_batch_norm.py",
+    "tests/normalization/test_normalization_programs.py",
+    "tests/normalization/test_rows_on_one_axis.py",
+    "tests/reductions/test_reductions.py",
+    "tests/segments/",
+    "tests/test_softmax.py",
+)
+
+
+def pytest_itemcollected(item):
+    values = item.callspec.indices.values() if hasattr(item, "callspec") else ()
+    if item.nodeid.startswith(OF_FIRST_VALUES) and any(values) and "refus" not in item.name:
+        item.add_marker("forms")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":

@@ -43,6 +43,11 @@ def pairs(*choices):
     return kept
 
 
+def first(values, one):
+    """All values as parameters, with one in front."""
+    return [one, *(v for v in values if v != one)]
+
+
 def few_of(values, *kept):
     """All values as parameters; those that are not kept run with `-m forms`, for each compiles a program."""
     return [v if v in kept else pytest.param(v, marks=pytest.mark.forms) for v in values]
