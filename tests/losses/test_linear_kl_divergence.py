@@ -49,9 +49,9 @@ def test_a_low_temperature_costs_no_digits(direction, temperature):
     """The largest logit is subtracted first: the quotients alone would lose their difference, or overflow."""
     student, teacher, kernel = np.array([[3.3, 3.3, -5, -7]]), np.array([[3.3, 3.3, 3.3, -7]]), np.eye(4)
     of = lambda fn: lambda x: fn(x, kernel, teacher, kernel, temperature=temperature, direction=direction)  # noqa: E731
-    value, gradient = jax.value_and_grad(of(linear_kl_divergence))(student)
+    value, gradient = jax.jit(jax.value_and_grad(of(linear_kl_divergence)))(student)
     with jax.enable_x64(True):
-        np.testing.assert_allclose(value, of(kl_divergence)(student), rtol=1e-6)
+        np.testing.assert_allclose(value, jax.jit(of(kl_divergence))(student), rtol=1e-6)
     assert not np.isnan(gradient).any()
 
 
@@ -81,7 +81,9 @@ def test_the_error_is_that_of_the_formula(direction, noise):
 
     both = jax.jit(lambda *rows: [of(fn, *rows) for fn in (linear_kl_divergence, kl_divergence)])(student, teacher)
     with jax.enable_x64(True):
-        exact = map(np.asarray, of(kl_divergence, np.float64(student), np.float64(teacher)))
+        exact = map(
+            np.asarray, jax.jit(lambda *rows: of(kl_divergence, *rows))(np.float64(student), np.float64(teacher))
+        )
     for ours, peers, desired in zip(*both, exact, strict=True):
         of_ours, of_peers = (np.abs(x - desired).max() for x in (ours, peers))
         assert of_ours <= max(2 * of_peers, 4 * np.finfo(np.float32).eps * max(1, np.abs(desired).max()))
