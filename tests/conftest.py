@@ -49,8 +49,33 @@ NOT_OPTIMISED = (
     "tests/contract/test_alarms.py",
     "tests/contract/test_autodiff.py::test_reverse_over_reverse",
     "tests/contract/test_export.py",
+    "tests/contract/test_no_influence.py::test_the_tangent_of_what_is_masked_is_in_no_gradient",
     "tests/contract/test_one_answer.py",
 )
+
+
+# Here each case compiles a program, or more: the first value of each parameter runs by default, the others with
+# `-m forms`. What is refused compiles nothing, and all of it runs.
+OF_FIRST_VALUES = (
+    "tests/adapters/",
+    "tests/attention/test_attention_formula.py",
+    "tests/attention/test_attention_splash.py",
+    "tests/losses/test_contrastive.py",
+    "tests/losses/test_cross_entropy.py",
+    "tests/losses/test_linear_",
+    "tests/normalization/test_batch_norm.py",
+    "tests/normalization/test_normalization_programs.py",
+    "tests/normalization/test_rows_on_one_axis.py",
+    "tests/reductions/test_reductions.py",
+    "tests/segments/",
+    "tests/test_softmax.py",
+)
+
+
+def pytest_itemcollected(item):
+    values = item.callspec.indices.values() if hasattr(item, "callspec") else ()
+    if item.nodeid.startswith(OF_FIRST_VALUES) and any(values) and "refus" not in item.name:
+        item.add_marker("forms")
 
 
 @pytest.hookimpl(tryfirst=True)

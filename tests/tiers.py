@@ -11,6 +11,8 @@ import pytest
 KINDS = ("softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels", "cosine_similarity", "kl_divergence")
 KINDS += ("layer_norm", "batch_norm", "log_softmax", "var", "max", "segment_max", "segment_softmax", "squared_error")
 KINDS += ("linear_softmax_cross_entropy", "linear_kl_divergence", "info_nce_loss", "dot_product_attention")
+FEW = ("softmax_cross_entropy_with_integer_labels", "layer_norm", "segment_softmax", "linear_softmax_cross_entropy")
+FEW += ("info_nce_loss", "dot_product_attention")  # by default
 
 # By default the tests' processes do without the emitters (conftest.py), which later versions always have.
 EMITTERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else None
@@ -39,6 +41,11 @@ def pairs(*choices):
         left -= found[best]
         kept.append(rows[best])
     return kept
+
+
+def first(values, one):
+    """All values as parameters, with one in front."""
+    return [one, *(v for v in values if v != one)]
 
 
 def few_of(values, *kept):

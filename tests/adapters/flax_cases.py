@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
-import pytest
 from flax import linen, nnx
 
 from masksafe import adapters
@@ -235,4 +234,4 @@ def through_orbax(state, directory):
         return checkpointer.restore(directory / "state", state)
 
 
-CHECKPOINTS = [through_msgpack, pytest.param(through_orbax, marks=pytest.mark.forms)]
+CHECKPOINTS = [through_msgpack, through_orbax]

@@ -52,6 +52,7 @@ def trained(model, variables):
     return value, {"params": jax.tree.map(lambda p, d: p - 0.01 * d, variables["params"], gradient), **state}
 
 
+@pytest.mark.forms  # by default that of nnx
 @pytest.mark.parametrize("through", cases.CHECKPOINTS)
 def test_a_model_moves_by_one_import_with_its_checkpoint_and_back(through, tmp_path):
     (own, variables), (moved, of_moved) = (Linen.model(module.__name__).unbind() for module in (linen, ours))

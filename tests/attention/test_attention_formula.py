@@ -17,7 +17,7 @@ from attention_cases import (
     random_inputs,
     with_gradients,
 )
-from tiers import few_of
+from tiers import first
 
 from masksafe._core import platforms
 from masksafe.attention._formula import Formula
@@ -43,12 +43,12 @@ def values(arguments, **others):
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("name", few_of(CASES, "window", "bias of -inf"))
+@pytest.mark.parametrize("name", first(CASES, "bias of -inf"))
 def test_values_and_garbage(name):
     arguments, live = CASES[name]
     inputs, bias = random_inputs(), arguments.get("bias", 0.0)
     run = values(arguments)
-    out, lse = run(*inputs)
+    out, lse = jax.device_get(run(*inputs))
     expected = exact(*inputs, live, np.where(np.isneginf(bias), 0, bias))
     assert_close((out, lse), expected)
     assert (np.where(live.any(-1), 0, np.moveaxis(out, 2, 1).any(-1)) == 0).all()
@@ -61,14 +61,14 @@ def test_values_and_garbage(name):
                 if operand == 0:  # a query of one head
                     sees = live[0].any(-1) & (np.arange(6) == place) & (np.arange(2) == 0)[:, None]
                 sees = np.moveaxis(np.stack([sees, np.zeros_like(sees)]), 1, 2)
-                new_out, new_lse = run(*changed)
+                new_out, new_lse = jax.device_get(run(*changed))
                 assert_same_bits((new_out[~sees], new_lse[~sees]), (out[~sees], lse[~sees]))
                 assert np.isnan(new_out[sees]).all()
                 assert np.isnan(new_lse[sees]).all()
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("name", few_of(CASES, "causal, dead rows", "keys of every sample"))
+@pytest.mark.parametrize("name", first(CASES, "causal, dead rows"))
 def test_gradients_and_garbage(name):
     """Of problems of one block, whose reverse pass wants no more of the forward pass."""
     arguments, live = CASES[name]
@@ -119,7 +119,7 @@ def test_a_bias_of_64_bits_below_all_logits_masks():
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("dtype", few_of([jnp.bfloat16, jnp.float16], jnp.bfloat16))
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_options_and_narrow_dtypes(dtype):
     inputs = [jnp.asarray(x, dtype) for x in random_inputs(N=4, K=2)]
     out, lse = values(dict(is_causal=True, logit_soft_cap=2.0, scale=0.7))(*inputs)
@@ -160,7 +160,7 @@ def test_gradients_of_short_sequences_take_the_memory_of_one_array_over_all_pair
     assert program.memory_analysis().temp_size_in_bytes < 1.5 * 32 * 128 * 128 * 8 * 4
 
 
-@pytest.mark.parametrize("is_causal", few_of([False, True], True))
+@pytest.mark.parametrize("is_causal", [True, False])
 def test_a_nan_shows_in_the_queries_that_see_it(is_causal):
     """In arrays of so many elements that the library may have a part in them, in whose maxima a NaN is lost."""
     B, T, N, K, H = 2, 64, 4, 2, 32

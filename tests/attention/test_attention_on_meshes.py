@@ -85,8 +85,8 @@ def assert_close(actual, desired, rtol=5e-5, atol=1e-5):
         np.testing.assert_allclose(np.asarray(a), np.asarray(d), rtol=rtol, atol=atol)
 
 
-# All splits of masks that have an array for each of their axes, and a quarter of the others in turn.
-ALL = [(s, m) for i, s in enumerate(SPLITS) for j, m in enumerate(MASKS) if m == "pairs" or (i + j) % 4 == 0]
+# All splits of masks that have an array for each of their axes, and of each other mask one.
+ALL = [(s, m) for i, s in enumerate(SPLITS) for j, m in enumerate(MASKS) if m == "pairs" or i == j]
 
 
 @pytest.mark.parametrize("split_and_masks", few_of(ALL, ("groups of heads", "pairs")), ids=", ".join)
@@ -113,13 +113,12 @@ def test_without_jit_and_without_a_mesh_that_is_set():
 
 
 @pytest.mark.forms
-@pytest.mark.parametrize("name", ["structure", "mods"])
-def test_every_other_derivative(name):
-    arguments, floats = MASKS[name]
+def test_every_other_derivative():
+    arguments, _ = MASKS["structure"]
 
     @jax.jit
     def derivatives(query, key, value, d_out):
-        fn = lambda *args: jnp.sum(attention(*args, **arguments, **floats) * d_out)  # noqa: E731
+        fn = lambda *args: jnp.sum(attention(*args, **arguments) * d_out)  # noqa: E731
         args = query, key, value
         along = tuple(map(jnp.cos, args))
         gradient = jax.grad(fn, (0, 1, 2))

@@ -11,7 +11,7 @@ import pytest
 from definitions import BEND
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from table import OPS, Op
-from tiers import KINDS, optimised_jit
+from tiers import FEW, KINDS, few_of, optimised_jit
 
 import masksafe
 from masksafe._core import platforms
@@ -52,8 +52,6 @@ class Results(NamedTuple):
 
 def each_op(
     condition: Callable[[Op], Any] = lambda op: True,
-    *,
-    compiles: bool = False,
     by_default: Any = tuple(OPS),
     by_weights: bool = False,
 ) -> Any:
@@ -62,17 +60,15 @@ def each_op(
     The rows whose mask is a weight of 0 are of tests `by_weights` alone, which look at values and at gradients. The
     tangent of such an element, refusals and devices are no question of weights.
 
-    All but those `by_default` run with `-m forms`. A test that compiles others than `run` takes the variants of an op,
-    whose keys have a comma, with `-m forms` as well.
+    The variants of the tier "forms" run with `-m forms`, and so do all that are not `by_default`.
     """
+    keys = [key for key, op in OPS.items() if condition(op) and (by_weights or not key.endswith(" of 0"))]
+    return pytest.mark.parametrize("key", few_of(keys, *(k for k in by_default if OPS[k].tier == "default")))
 
-    def marks(key: str) -> Any:
-        is_form = OPS[key].tier == "forms" or key not in by_default or (compiles and key != OPS[key].name)
-        return [pytest.mark.forms] * is_form
 
-    keys = [pytest.param(key, marks=marks(key)) for key, op in OPS.items() if condition(op)]
-    keys = [p for p in keys if by_weights or not p.values[0].endswith(" of 0")]
-    return pytest.mark.parametrize("key", keys)
+def each_kind(condition: Callable[[Op], Any] = lambda op: True) -> Any:
+    """Parameters: one op of each kind, by default few, for tests that compile other programs than `run`."""
+    return each_op(lambda op: op is OPS[op.name] and op.name in KINDS and condition(op), by_default=FEW)
 
 
 def run(
@@ -130,7 +126,7 @@ def gradients_of_a_jvp(key: str) -> Any:
             along = functools.partial(jax.jvp, of_floats)
             return jax.vjp(along, floats, directions)[1]((cotangents, cotangents))
 
-    return optimised_jit(gradients) if key in KINDS else jax.jit(gradients)
+    return jax.jit(gradients)
 
 
 def bent_gradients(of_floats: Any, cotangents: Any) -> Any:

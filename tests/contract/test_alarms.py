@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
-from program import cotangents_of, each_op, filled, value_and_gradients
+from program import cotangents_of, each_kind, filled, value_and_gradients
 from table import OPS
-from tiers import KINDS
 
 import masksafe
 from masksafe import losses
@@ -20,8 +19,7 @@ FREE_LABELS = "softmax_cross_entropy", "poly_loss_cross_entropy"
 ROWS, LABELS, KERNEL = jnp.array([True, False, True]), jnp.array([2, -1, 0]), jnp.ones((3, 5)).at[:, 4].set(jnp.nan)
 
 
-# At a masked pair a bias and a `score_mod` are computed as well.
-@each_op(lambda op: op is not OPS["dot_product_attention, options"], by_default=KINDS)
+@each_kind()
 def test_what_is_masked_is_no_alarm(key):
     op, errors, garbage = OPS[key], checkify.all_checks, ((np.nan, -1), (np.inf, -100), (HUGE, 2**31 - 1))
     if op.name == "dot_product_attention":

@@ -9,6 +9,7 @@ from program import (
     assert_same_second_derivative,
     cotangents_of,
     direction,
+    each_kind,
     each_op,
     polluted,
     run,
@@ -31,7 +32,7 @@ def test_derivatives_are_those_of_the_definition(key):
 
 
 @pytest.mark.forms
-@each_op(lambda op: op.tier == "default")
+@each_kind()
 def test_reverse_over_reverse_is_forward_over_reverse(key):
     """And keeps the rules for what is masked, for garbage and for nothing."""
     op = OPS[key]

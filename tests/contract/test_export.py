@@ -4,7 +4,7 @@ import functools
 
 import jax
 import pytest
-from program import assert_close, cotangents_of, each_op, run, value_and_gradients
+from program import assert_close, cotangents_of, each_kind, run, value_and_gradients
 from table import OPS, SEGMENTS_OF_ROWS
 
 PLATFORMS = "cpu", "cuda", "tpu"
@@ -31,10 +31,7 @@ def size_of(key, axis, n):
     return str(n) if is_fixed else f"2 * half_of_{n}" if name == "group_norm" else f"n{n}"
 
 
-BY_DEFAULT = "mean", "softmax", "layer_norm", "segment_softmax", "dot_product_attention"
-
-
-@each_op(lambda op: op.tier == "default", compiles=True, by_default=BY_DEFAULT)
+@each_kind()
 def test_export_with_symbolic_sizes_asks_for_no_platform_and_gives_the_same(key, monkeypatch):
     with monkeypatch.context() as patches:
         for name in ("default_backend", "devices", "local_devices"):

@@ -12,8 +12,10 @@ from program import (
     PLANS,
     direction,
     distinct_plans,
+    each_kind,
     each_op,
     filled,
+    function_of_floats,
     program_of,
     reverse_over_reverse_of,
     value_and_gradients,
@@ -48,10 +50,18 @@ def traced_beside_64_bits(of, key, dtype, plan):
 
 
 @each_op()
-def test_float32_stays_beside_64_bits(key):
-    outputs, gradients = traced_beside_64_bits(value_and_gradients, key, "float32", "blocks")
-    assert {g.dtype for g in gradients} == {np.dtype("float32")}
-    assert key.startswith(OF_DEFAULT_FLOAT) or {out.dtype for out in outputs} == {np.dtype("float32")}
+def test_no_dtype_grows_beside_64_bits(key):
+    op, dtypes = OPS[key], {"f": jnp.dtype("bfloat16"), "i": np.dtype("int64")}
+
+    def of_ones(args):
+        of_floats, floats = function_of_floats(op, op.where, args)
+        outputs, pull_back = jax.vjp(of_floats, *floats)
+        return outputs, pull_back(jax.tree.map(jnp.ones_like, outputs))
+
+    with strict_flags(), platforms.chosen(**PLANS["blocks"]):
+        outputs, gradients = jax.eval_shape(of_ones, [a.astype(dtypes.get(a.dtype.kind, a.dtype)) for a in op.args])
+    assert {g.dtype for g in gradients} == {dtypes["f"]}
+    assert key.startswith(OF_DEFAULT_FLOAT) or {out.dtype for out in outputs} <= {dtypes["f"], np.dtype("float32")}
 
 
 def every_derivative(key, where, args, cotangents):
@@ -60,7 +70,7 @@ def every_derivative(key, where, args, cotangents):
 
 
 @pytest.mark.forms
-@each_op(lambda op: op.tier == "default")
+@each_kind()
 def test_every_derivative_is_traced_beside_64_bits(key):
     traced_beside_64_bits(every_derivative, key, "float32", distinct_plans(key)[-1])
 

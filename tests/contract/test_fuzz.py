@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from program import assert_is_nothing, assert_same_bits, each_op, function_of_floats
+from program import assert_is_nothing, assert_same_bits, each_kind, each_op, function_of_floats
 from table import OPS, Op
 
 CONFIGURATIONS = {"default": 3, "forms": 1}  # of each op, and of a variant; each is compiled once
@@ -172,7 +172,7 @@ def test_masked_elements_are_gone_and_nothing_else_is_nan(key):
     check()
 
 
-@each_op(lambda op: op.tier == "default")
+@each_kind()
 def test_nothing_is_owed_to_a_selection_that_xla_makes_of_a_product(key):
     """The same operation by operation, in the shapes of the table."""
     op, rng = OPS[key], np.random.default_rng(0)

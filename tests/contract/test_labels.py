@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from program import assert_same_bits, each_op, function_of_floats, run
+from program import assert_same_bits, each_kind, each_op, function_of_floats, run
 from table import OPS
 
 import masksafe
@@ -51,7 +51,7 @@ def test_checks_report_what_is_bad_and_not_what_is_masked(key):
             op.call(op.where, *with_label(key, op.classes))
 
 
-@each_op(lambda op: op.classes, compiles=True, by_default=("log_probs",))
+@each_kind(lambda op: op.classes)
 @pytest.mark.parametrize("grad", [False, pytest.param(True, marks=pytest.mark.forms)], ids=["value", "gradient"])
 def test_a_report_calls_a_bad_label_one(key, grad):
     op = OPS[key]

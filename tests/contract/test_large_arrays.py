@@ -136,7 +136,7 @@ def assert_are_those_of_the_table(large, small, nothing=0.0, repeats=1):
         assert_is_nothing(part[around], nothing)
 
 
-@each_op(is_tried, compiles=True, by_default=BY_DEFAULT)
+@each_op(is_tried, by_default=BY_DEFAULT)
 def test_results_are_those_of_the_table_whatever_is_masked(key):
     op, small, large = OPS[key], run(key), run_large(key, *arguments(key, 0))
     repeats = times_of(op) if op.has_rows else 1
@@ -152,12 +152,12 @@ def test_results_are_those_of_the_table_whatever_is_masked(key):
         assert_same_bits(run_large(key, *arguments(key, garbage)), large)
 
 
-@each_op(is_tried, compiles=True, by_default=BY_DEFAULT)
+@each_op(is_tried, by_default=BY_DEFAULT)
 def test_a_nan_shows_in_its_row_and_in_no_other(key):
     assert_a_nan_shows(key, *arguments(key, np.nan))
 
 
-@each_op(lambda op: op.may_be_unmasked and is_tried(op), compiles=True, by_default=FEW)
+@each_op(lambda op: op.may_be_unmasked and is_tried(op), by_default=FEW)
 def test_a_nan_shows_without_a_mask(key):
     assert_a_nan_shows(key, None, arguments(key, 0)[1])
 

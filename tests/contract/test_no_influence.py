@@ -2,12 +2,12 @@
 
 import numpy as np
 from program import (
-    KINDS,
     PLANS,
     assert_is_nothing,
     assert_same_bits,
     cotangents_of,
     directions_of,
+    each_kind,
     each_op,
     filled,
     gradients_of_a_jvp,
@@ -65,7 +65,7 @@ def test_the_tangent_of_what_is_masked_changes_no_bit(key):
         assert_same_bits(dirty.forward_over_reverse, clean.forward_over_reverse)
 
 
-@each_op(compiles=True, by_default=KINDS)
+@each_kind()
 def test_the_tangent_of_what_is_masked_is_in_no_gradient(key):
     """Of a function of outputs and tangents, as consistency models have it."""
     op, cotangents = OPS[key], cotangents_of(key)

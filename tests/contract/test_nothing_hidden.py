@@ -55,22 +55,8 @@ def test_a_bad_tangent_shows_in_its_row_and_in_no_other(key):
             assert_same_bits(*slopes)
 
 
-IN_THE_SHORT_RUN = [("log_softmax", True), ("mean", False)]
-
-
-# The other variants are made of the primitives of these.
-REPORTED = [key for key, op in OPS.items() if key == op.name or key == "dot_product_attention, options"]
-
-
-def of_reports():
-    """Of values, and of gradients with some of each kind: the search has a rule for a primitive, not for an op."""
-    for key in REPORTED:
-        for grad in (False, True) if key in KINDS else (False,):
-            marks = [pytest.mark.forms] * ((key, grad) not in IN_THE_SHORT_RUN)
-            yield pytest.param(grad, key, marks=marks, id=f"{'gradient' if grad else 'value'}-{key}")
-
-
-@pytest.mark.parametrize(("grad", "key"), list(of_reports()))
+@each_op(lambda op: op is OPS[op.name] and op.name in KINDS, by_default=("log_softmax",))
+@pytest.mark.parametrize("grad", [False, True], ids=["value", "gradient"])
 def test_a_report_blames_a_nan_in_front_of_an_op_on_its_line(grad, key):
     op = OPS[key]
     for k, number in enumerate(op.floats):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from program import (
-    KINDS,
     PLANS,
     assert_close,
     assert_same_bits,
     assert_same_second_derivative,
     cotangents_of,
     distinct_plans,
+    each_kind,
     each_op,
     function_of_floats,
     may_be_split,
@@ -23,22 +23,22 @@ from program import (
     value_and_gradients,
 )
 from table import OPS
+from tiers import FEW
 
 import masksafe
 from masksafe._core import platforms
 from masksafe.testing import assert_consistent
 
 
-@each_op(compiles=True, by_default=KINDS)
+@each_kind()
 def test_the_value_alone(key):
     op = OPS[key]
     with platforms.chosen(**PLANS["blocks"]):
-        eager = [op.call] if key in KINDS else []  # eager calls of the others are in test_flags.py
-        for call in [jax.jit(op.call), *eager]:
+        for call in (jax.jit(op.call), op.call):
             assert_close(jax.tree.leaves(call(op.where, *op.args)), run(key).outputs)
 
 
-@each_op(lambda op: op.may_be_unmasked, compiles=True, by_default=KINDS)
+@each_op(lambda op: op.may_be_unmasked, by_default=FEW)
 def test_no_mask_is_a_mask_of_nothing(key):
     op = OPS[key]
     with platforms.chosen(**PLANS["blocks"]):
@@ -46,7 +46,7 @@ def test_no_mask_is_a_mask_of_nothing(key):
     assert_close(results, run(key, np.ones_like(op.where))[:2])
 
 
-@pytest.mark.parametrize("key", KINDS)
+@pytest.mark.parametrize("key", FEW)
 def test_the_program_of_accelerators(key):
     op = OPS[key]
     step = jax.jit(functools.partial(value_and_gradients, key))
@@ -58,7 +58,7 @@ def test_the_program_of_accelerators(key):
 
 
 @pytest.mark.forms
-@each_op(lambda op: op.tier == "default")
+@each_kind()
 def test_every_form_of_a_program(key):
     garbage = polluted(key, OPS[key].where)
     expected = run(key)
@@ -70,7 +70,7 @@ def test_every_form_of_a_program(key):
             assert_same_second_derivative(actual, other)
 
 
-@each_op(compiles=True, by_default=KINDS)
+@each_kind()
 def test_in_a_vmap(key):
     op = OPS[key]
     moved = tuple(
@@ -86,7 +86,7 @@ def test_in_a_vmap(key):
         assert_close(jax.tree.map(lambda a: a[i], results), run(key, *sample)[:2])  # noqa: B023
 
 
-@each_op(lambda op: op.has_axis, compiles=True)
+@each_op(lambda op: op.has_axis)
 def test_along_another_axis(key):
     op = OPS[key]
     along = lambda kind, a: np.moveaxis(a, -1, 0) if kind == "row" else a  # noqa: E731
@@ -100,17 +100,13 @@ def test_along_another_axis(key):
     assert_close((tuple(out.T for out in outputs), gradients), run(key)[:2])
 
 
-SPLIT_BY_DEFAULT = "softmax_cross_entropy_with_integer_labels", "layer_norm", "segment_softmax"
-SPLIT_BY_DEFAULT += "linear_softmax_cross_entropy", "info_nce_loss"
-
-
-@each_op(lambda op: may_be_split(op) and op.name in KINDS, compiles=True, by_default=SPLIT_BY_DEFAULT)
+@each_kind(may_be_split)
 def test_split_over_devices(key):
     assert_split(key, AxisType.Auto)
 
 
 @pytest.mark.forms
-@each_op(may_be_split, compiles=True)
+@each_kind(may_be_split)
 def test_split_over_devices_of_an_explicit_mesh(key):
     assert_split(key, AxisType.Explicit)
 
@@ -126,10 +122,9 @@ def assert_split(key, kind):
 
 
 @pytest.mark.forms
-@each_op(lambda op: op.tier == "default", compiles=True)
+@each_kind()
 def test_in_every_other_mode(key):
-    """What is done to whole arrays, in front of a program, is tried with some of each kind."""
-    modes = "scan", "checkpoint", "float64", *(("transposed", "donated") if key in KINDS else ())
+    modes = "scan", "checkpoint", "float64", "transposed", "donated"
     op, finite = OPS[key], [np.isfinite(out) for out in run(key).outputs]
     fn, floats = function_of_floats(op, op.where, op.args)
 

@@ -4,7 +4,7 @@ import pytest
 from linear_cases import use_platform
 
 
-@pytest.fixture(params=["cpu", pytest.param("elsewhere", marks=pytest.mark.forms)])
+@pytest.fixture(params=["cpu", "elsewhere"])
 def platform(request, choose):
     use_platform(choose, request.param)
     return request.param

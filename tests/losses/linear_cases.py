@@ -28,7 +28,6 @@ CAPPED = {"logit_soft_cap": 3.0}
 OPTIONS = {**CAPPED, "label_smoothing": 0.1, "z_loss": 0.01}
 DIRECTIONS, REDUCTIONS = ("forward", "reverse", "jensen_shannon"), ("mean", "sum", "none")
 
-forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 singles = functools.partial(jax.tree.map, lambda x: np.float32(x) if np.asarray(x).dtype == np.float64 else x)
 
 
@@ -211,10 +210,10 @@ def use_platform(choose, name):
         choose(form="elsewhere", linear={"fewest_tokens": 12, "token_block_elements_elsewhere": 0, **sizes})
 
 
-def in_turn(names, default, cases):
-    """Parameters with a platform in front: default ones, and by `-m forms` others, in turn of one and the other."""
-    turns = [forms(("elsewhere", "cpu")[i // 2 % 2], *case) for i, case in enumerate(cases)]
-    return pytest.mark.parametrize(("platform", *names), [*default, *turns], indirect=["platform"])
+def in_turn(names, placed, cases):
+    """Parameters with a platform in front: those that have one, and others in turn of one and the other."""
+    turns = [(("elsewhere", "cpu")[i // 2 % 2], *case) for i, case in enumerate(cases)]
+    return pytest.mark.parametrize(("platform", *names), [*placed, *turns], indirect=["platform"])
 
 
 def assert_trees_close(actual, desired, **tolerances):

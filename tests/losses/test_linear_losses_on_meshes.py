@@ -28,7 +28,6 @@ from linear_cases import (
     assert_all_zero,
     assert_trees_close,
     every_derivative,
-    forms,
     formula_of,
     in_turn,
     outputs_of,
@@ -102,6 +101,7 @@ OTHER_DERIVATIVES = [
 ]
 
 
+@pytest.mark.forms
 @in_turn(("op", "options", "check_vma"), [], OTHER_DERIVATIVES)
 def test_other_derivatives_with_split_classes(platform, op, options, check_vma):
     """With check_vma=False JAX takes the loss on each device for a term of a sum over the devices."""
@@ -218,7 +218,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("op", "split", "reduction", "with_mask"), [QUICK, *(forms(*c) for c in ALL if c != QUICK)])
+@pytest.mark.parametrize(("op", "split", "reduction", "with_mask"), [QUICK, *(c for c in ALL if c != QUICK)])
 def test_value_and_gradients_are_those_of_one_device(op, split, reduction, with_mask):
     """With a mask of classes also with components, predictions and a mesh that is set."""
     options = {"reduction": reduction} if reduction else {}

@@ -1,7 +1,5 @@
 """batch_norm, group_norm and l2_normalize: batches over devices, axes, groups, digits, peers."""
 
-import functools
-
 import chex
 import flax.linen as nn
 import jax
@@ -12,7 +10,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
 
-forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 P = PartitionSpec
 RNG = np.random.default_rng(0)
 X = (RNG.normal(size=(8, 5, 6)) * [1, 2, 3, 4, 5, 6] + 3).astype(np.float32)
@@ -54,7 +51,7 @@ def on_devices(fn, mesh=None, **kwargs):
     return jax.shard_map(fn, mesh=mesh, in_specs=(split, P(), P(), split), out_specs=(split, P(), P()), **kwargs)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, forms(AxisType.Auto)], ids=str)
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_batch_norm_of_a_sharded_batch_is_that_of_the_whole(axis_type, of_the_whole):
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
@@ -73,7 +70,7 @@ def test_batch_norm_over_devices_exchanges_means_then_deviations(of_the_whole):
     assert of_gradients.as_text().count(" all-reduce(") <= 4
 
 
-@pytest.mark.parametrize("how", ["samples", forms("devices and micro-batches")])
+@pytest.mark.parametrize("how", ["samples", "devices and micro-batches"])
 def test_batch_norm_over_named_axes_of_vmap(how, of_the_whole):
     """As equinox has it, one sample at a time; and over a mesh axis and a named axis of vmap at once."""
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_normalization import cases, forms, parameters
+from test_normalization import cases, parameters
 
 import masksafe
 from masksafe.testing import assert_consistent
@@ -29,15 +29,15 @@ def inputs_and_results():
     return args, jax.device_get(jax.jit(jax.value_and_grad(normed_and_variance, (0, 1)))(*args))
 
 
-@pytest.mark.parametrize("blocks", [2, forms(2**18)])
+@pytest.mark.parametrize("blocks", [2, 2**18])
 @pytest.mark.parametrize(
     ("of_x", "of_scale", "of_where"),
     [
         ("d", None, (None, "m")),
-        forms("d", "m", None),
-        forms((None, None, "m"), None, None),
-        forms(None, "m", None),
-        forms(None, None, "d"),
+        ("d", "m", None),
+        ((None, None, "m"), None, None),
+        (None, "m", None),
+        (None, None, "d"),
     ],
     ids=str,
 )
@@ -78,7 +78,7 @@ def test_norm_between_convolution_and_dense_gives_one_answer(modes):
 # In a program.
 
 
-@pytest.mark.parametrize("masked", [True, forms(False)])
+@pytest.mark.parametrize("masked", [True, False])
 def test_nothing_but_the_input_is_kept_for_the_reverse_pass(masked):
     x, row = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32), np.ones(32, np.float32)
     where = np.ones((64, 1), bool) if masked else None
@@ -112,7 +112,7 @@ def test_temporaries_are_small(shape, dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < copies + 8 * 2**20
 
 
-@pytest.mark.parametrize("op", [masksafe.layer_norm, forms(masksafe.l2_normalize)])
+@pytest.mark.parametrize("op", [masksafe.layer_norm, masksafe.l2_normalize])
 def test_a_number_of_rows_that_no_block_divides_costs_no_copy(op):
     x, where = (jax.ShapeDtypeStruct((4099, 1000), dtype) for dtype in ("float32", bool))  # a prime number
     compiled = jax.jit(lambda x, where: op(x, where=where)).lower(x, where).compile()
