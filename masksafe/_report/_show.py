@@ -32,5 +32,6 @@ def table(title: str, header: Row, rows: Sequence[Row]) -> None:
 
 
 def progress(line: str) -> None:
-    """Prints a line at once, apart from the report."""
-    print(line, file=sys.stderr, flush=True)
+    """Prints a line at once, apart from the report; on a terminal alone."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
