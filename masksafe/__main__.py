@@ -26,6 +26,7 @@ import jax
 import jaxlib
 
 import masksafe
+from masksafe._core import compiler_faults
 from masksafe._report import _own_function, _show
 from masksafe._report._cases import CASES, Case
 from masksafe._report._ops import OPS
@@ -52,6 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     _show.numbers_of_right(verdicts)
     keeps = set(worst_verdicts) == {Verdict.RIGHT}
     print(f"masksafe {'keeps its contract' if keeps else 'does NOT keep its contract: please report it'}.")
+    fault = compiler_faults.described(compiler_faults.known)
+    if fault is not None and any(device.platform == "cpu" for device in jax.local_devices()):
+        print(f"These cases do not show it, but: {fault}")
     if options.json:
         rows = [
             {"op": case.op, "case": case.what, "verdicts": {name: column[i] for name, column in verdicts.items()}}

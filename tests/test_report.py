@@ -11,6 +11,7 @@ import pytest
 
 import masksafe
 from masksafe.__main__ import main
+from masksafe._core import compiler_faults
 from masksafe._report._cases import CASES, Case
 from masksafe._report._ops import OPS
 from masksafe._report._verdict import Verdict, in_jax, judge
@@ -102,6 +103,16 @@ def test_report_of_masksafe_alone(capsys, tmp_path):
     assert {verdict for row in report["cases"] for verdict in row["verdicts"].values()} <= {"right", "-"}
 
 
+def test_progress_and_faults_of_a_compiler_are_told(capsys, monkeypatch):
+    monkeypatch.setattr(compiler_faults, "known", "computes wrong sums")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["--only", "smooth_lab"]) == 0
+    out, progress = capsys.readouterr()
+    assert re.fullmatch(r"(masksafe on \S+: smooth_labels: right(, right)*\n)+", progress)
+    assert re.search(r"On CPUs jaxlib \S+ computes wrong sums, also without masksafe", out)
+
+
 def test_status_is_one_if_the_contract_is_broken(capsys, monkeypatch):
     monkeypatch.setitem(OPS, "smooth_labels", lambda labels, alpha, where: labels)
     assert main(["--only", "smooth_labels"]) == 1
@@ -131,7 +142,7 @@ def test_a_function_of_the_user_gets_a_verdict(case, status, verdict, capsys, mo
     monkeypatch.setitem(sys.modules, "own_cases", sys.modules[__name__])
     assert main([f"own_cases:{case}"]) == status
     captured = capsys.readouterr()
-    assert f"touches nothing: {verdict}" in captured.err
+    assert re.search(f"touches nothing +{verdict}", captured.out)
     assert ("A masked element is not gone" in captured.out) == bool(status)
 
 

@@ -19,7 +19,8 @@ _CRASHES = "may crash on arrays of rank 7 and 8"
 _FAULTS = {"0.10.2": f"silently computes wrong sums, and {_CRASHES}", "0.11.0": _CRASHES}
 _FLAG = "--xla_cpu_experimental_ynn_fusion_type="  # empty: XLA uses nothing of the library that is at fault
 
-fault = _FAULTS.get(jaxlib.version.__version__)  # None once the warning was given
+known = _FAULTS.get(jaxlib.version.__version__)
+fault = known  # None as soon as it has been told
 
 
 def told_on_cpu(results: Tree) -> Tree:
@@ -27,16 +28,22 @@ def told_on_cpu(results: Tree) -> Tree:
     return jax.tree.map(lambda x: _told.bind(x) if isinstance(x, jax.Array) else x, results)
 
 
+def described(found: str | None) -> str | None:
+    """A fault and the way out; None if there is none, or a flag avoids it."""
+    # Of several flags the last one counts.
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith(_FLAG)]
+    if found is None or flags[-1:] == [_FLAG]:
+        return None
+    return (
+        f"On CPUs jaxlib {jaxlib.version.__version__} {found}, also without masksafe. Install another version of jax "
+        f"and jaxlib, or set XLA_FLAGS={_FLAG} before JAX starts."
+    )
+
+
 def _tell() -> None:
     global fault
-    now, fault = fault, None
-    # The last of several flags counts.
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith(_FLAG)]
-    if now is not None and flags[-1:] != [_FLAG]:
-        text = (
-            f"On CPUs jaxlib {jaxlib.version.__version__} {now}, also without masksafe. Install another version of jax "
-            f"and jaxlib, or set XLA_FLAGS={_FLAG} before JAX starts."
-        )
+    text, fault = described(fault), None
+    if text is not None:
         frame = call_site.frame_of_user()
         warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 

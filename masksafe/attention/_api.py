@@ -150,9 +150,8 @@ def dot_product_attention(
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
         of the two may be negative, but not their sum: -1 is not a window without an end.
-      implementation: "xla" computes in blocks, "cudnn" by cuDNN's kernel, "splash" by JAX's for TPUs; a kernel that is
-        named but cannot run is an error. None takes cuDNN's on CUDA and JAX's on TPUs where they can run. A function
-        with `jax.nn`'s keywords is your own kernel.
+      implementation: "xla" computes in blocks, "cudnn" and "splash" by the kernels for CUDA and TPUs, or raise if these
+        cannot run; None takes them where they can. A function with `jax.nn`'s keywords is your own kernel.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
       key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment.

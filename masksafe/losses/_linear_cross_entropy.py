@@ -131,8 +131,7 @@ def linear_softmax_cross_entropy(
       with_components: whether to return the z-loss apart.
       class_mask: booleans `[V]`, split like the classes; False takes a class from the softmax, as for a padded
         vocabulary. :math:`V` and the sums are over the others.
-      with_predictions: whether to return predicted classes and logsumexps too. "mean" and "sum" then cost as much as
-        "none".
+      with_predictions: whether to return predicted classes and logsumexps; "mean" and "sum" then cost as "none" does.
 
     Returns:
       The loss; with `with_components` a pair of the cross-entropy and the term with :math:`\zeta`, which add up to the
