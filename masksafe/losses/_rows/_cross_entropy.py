@@ -395,8 +395,8 @@ def target_loss(sums: TargetSums, epsilon: Array | None) -> Array:
 
 
 def textbook_target_loss(x: Array, t: Array, epsilon: Array | None) -> Array:
-    """The loss of each row `[..., 1]`, right where it is finite: a class without logit and target makes it NaN."""
-    z = x - _finite_largest_in_kernel(x)
+    """The loss of each row `[..., 1]`, right where it is finite: a logit of -inf without a target makes it NaN."""
+    z = x - jnp.minimum(jnp.max(x, -1, keepdims=True), float(jnp.finfo(x.dtype).max))
     exps = jnp.exp(z)
     total = jnp.sum(exps, -1, keepdims=True)
     terms = t * (jnp.log(total) - z)
@@ -408,21 +408,17 @@ def textbook_target_loss(x: Array, t: Array, epsilon: Array | None) -> Array:
 def textbook_logit_slopes(x: Array, t: Array, epsilon: Array | None) -> Array:
     """The derivatives of the loss by the logits; NaN in a row without probabilities, by no selection."""
     wide = jnp.finfo(x.dtype)
-    exps = jnp.exp(x - _finite_largest_in_kernel(x))
+    most = float(wide.max)
+    # Both limits behind the maximum would be a clamp, which the library does not have.
+    exps = jnp.exp(x - jnp.minimum(jnp.max(jnp.maximum(x, -most), -1, keepdims=True), most))
     total, weight = (jnp.sum(a, -1, keepdims=True) for a in (exps, t))
     p = exps / (total + float(wide.tiny))  # the total is 1 or more, or 0 if all logits are -inf
     slopes = weight * p - t
     if epsilon is not None:
         slopes += epsilon * (p * (jnp.sum(t * p, -1, keepdims=True) - t))
     # 1 or less; infinite if all logits are -inf and a class has a target. 0 times what is not finite is NaN.
-    missing = jnp.exp(jnp.sum(t * jnp.minimum(-jnp.log(total), float(wide.max) / 2**10), -1, keepdims=True))
+    missing = jnp.exp(jnp.sum(t * jnp.minimum(-jnp.log(total), most / 2**10), -1, keepdims=True))
     return slopes + 0 * (missing + total)
-
-
-def _finite_largest_in_kernel(x: Array) -> Array:
-    """`finite_largest`, of which XLA would make a clamp, which the library does not have."""
-    most = float(jnp.finfo(x.dtype).max)
-    return jnp.minimum(jnp.max(jnp.maximum(x, -most), -1, keepdims=True), most)
 
 
 def target_slopes(

@@ -199,11 +199,12 @@ def _target_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: Arr
         return d_logits, from_rows(axes, inputs.labels, selected(d_t, where))
 
     def in_one_kernel(inputs: Labelled, epsilon: Array | None, d: Array, sums: TargetSums) -> tuple[Array, Array]:
-        x, t, where = platforms.unfused(inputs).rows(axes)  # arrays of their own, apart from the kernel of the loss
+        apart = platforms.unfused(inputs)  # so that XLA writes nothing that the loss has in common with this
+        x, t, where = apart.rows(axes)
         d_x = from_rows(axes, inputs.logits, textbook_logit_slopes(widened(x), widened(t), epsilon) * d)
         if where is not None:
             d_x = tiles.once_if(unfolded.any_of(~where), lambda d_x: selected(d_x, inputs.where), d_x)
-        return d_x, by_rows(platforms.unfused(inputs), epsilon, d, sums)[1]
+        return d_x, by_rows(platforms.unfused(apart), epsilon, d, sums)[1]
 
     d_x, d_t = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, column, d, sums)
     d_epsilon = None
