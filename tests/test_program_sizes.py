@@ -86,9 +86,10 @@ BOUNDS = {
     "multiclass_perceptron_loss": {"none": (98, 143), "masked": (133, 192)},
     "multiclass_sparsemax_loss": {"none": (202, 249), "masked": (236, 297)},
     "sparsemax_loss": {"none": (36, 72), "masked": (47, 88)},
-    "safe_softmax_cross_entropy": {"none": (102, 162)},
-    "poly_loss_cross_entropy": {"none": (121, 193), "masked": (152, 229)},
-    "ranking_softmax_loss": {"none": (111, 179)},
+    # Soft labels have a form of one kernel on a CPU, with its repair: 0.6 of the time of blocks of rows.
+    "safe_softmax_cross_entropy": {"none": (136, 362)},
+    "poly_loss_cross_entropy": {"none": (166, 417), "masked": (201, 469)},
+    "ranking_softmax_loss": {"none": (145, 379)},
     "kl_divergence": {"none": (59, 85), "masked": (72, 112)},
     "generalized_kl_divergence": {"none": (63, 91), "masked": (75, 122)},
     "convex_kl_divergence": {"none": (63, 91), "masked": (75, 122)},

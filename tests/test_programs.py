@@ -117,22 +117,23 @@ def test_cross_entropy_of_labels_holds_no_array_of_the_logits_size(classes, grad
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA removes the barrier before it fuses with jax 0.10")
 @pytest.mark.parametrize(
-    ("loss", "of_classes"),
+    ("loss", "of_classes", "arrays"),
     [
-        pytest.param(losses.softmax_cross_entropy, True, id="distributions"),
-        pytest.param(losses.log_probs, False, id="log_probs"),
-        pytest.param(lambda x, y: -jnp.sum(masksafe.log_softmax(x) * y, -1), True, id="log_softmax"),
+        pytest.param(losses.softmax_cross_entropy, True, 3, id="distributions"),
+        pytest.param(losses.log_probs, False, 2, id="log_probs"),
+        pytest.param(lambda x, y: -jnp.sum(masksafe.log_softmax(x) * y, -1), True, 2, id="log_softmax"),
     ],
 )
-def test_the_cotangent_of_logits_behind_a_product_is_computed_once(loss, of_classes):
+def test_the_cotangent_of_logits_behind_a_product_is_computed_once(loss, of_classes, arrays):
     """Two arrays of the size of the logits: the cotangent, and its transpose for the gradient of the kernel.
 
-    Of rows in blocks: losses of fewer rows, in one pass, hold a third before (optax's hold four).
+    Of rows in blocks: losses of fewer rows, in one pass, hold a third before (optax's hold four), and so does the
+    kernel of distributions, whose logits are looked at again if a loss is not finite.
     """
     x, kernel, classes = ((4, 256, 32), jnp.float32), ((32, 4096), jnp.float32), ((4, 256, 4096), jnp.float32)
     labels = classes if of_classes else ((4, 256), jnp.int32)
     step = jax.value_and_grad(mean_of(lambda x, kernel, y: loss(x @ kernel, y)), (0, 1))
-    assert temporary_bytes(step, x, kernel, labels) < 2.5 * 4 * 256 * 4096 * 4
+    assert temporary_bytes(step, x, kernel, labels) < (arrays + 0.5) * 4 * 256 * 4096 * 4
 
 
 WRITES_THEM = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA writes them with jax 0.10")
