@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
 from masksafe._core import label_checks, sharding
 from masksafe._core.arguments import as_float_array, as_index_array, message
-from masksafe._core.derivatives import rule, with_derivatives_of
-from masksafe._core.linear import finite_or_zero, nan_unless_finite, nan_unless_zero
+from masksafe._core.derivatives import nan_in_derivatives, rule, with_derivatives_of
+from masksafe._core.linear import finite_or_zero, nan_unless_finite
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -99,19 +98,7 @@ def _ragged_dot(dtype: DType, lhs: Array, rhs: Array, sizes: Array) -> Array:
     bad_rows, bad_columns = jnp.sum(nan_unless_finite(lhs), 1, keepdims=True), jnp.sum(nan_unless_finite(rhs), 1)
     out = _product(dtype, finite_or_zero(lhs), finite_or_zero(rhs), sizes)
     bad = bad_rows.astype(dtype) + jnp.pad(bad_columns.astype(dtype), ((0, 1), (0, 0)))[group]
-    return selected(_marked(out, bad), ~is_padding)
-
-
-@jax.custom_jvp
-def _marked(out: Array, bad: Array) -> Array:
-    """The output with its NaNs, which are in its derivatives as well: NaN there, unless they are 0."""
-    return out + bad
-
-
-@_marked.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    (out, bad), (d_out, d_bad) = primals, tangents
-    return _marked(out, bad), jnp.where(jnp.isnan(bad), nan_unless_zero(d_out), d_out) + d_bad
+    return selected(nan_in_derivatives(out + bad), ~is_padding)
 
 
 # JAX has no reverse mode of the product that is the gradient of the matrices. For second derivatives of both products
