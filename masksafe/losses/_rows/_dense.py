@@ -15,7 +15,7 @@ from masksafe._core import platforms, row_blocks, sharding, tiles, unfolded
 from masksafe._core.derivatives import computed_once, rule_of_kernels
 from masksafe._core.exponentials import Exponentials
 from masksafe._core.masks import both, masks_rows, selected
-from masksafe._core.precision import widened
+from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.typing import Array, Arrays, Axes, Pytree, Tree
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
@@ -70,7 +70,8 @@ def _label_forward(
     longest = platforms.choices().longest_row_of_kernels if value_alone else None
     # In blocks, devices would exchange sums once per block. Before a reverse pass XLA stores the exponentials of all
     # rows in any case; for values alone blocks keep a long row in the cache until it is read again.
-    at_once = devices.are_many or (not formula.has_other_sums and _are_kernels(where, x, longest=longest))
+    is_one = x.dtype == wide_dtype(x.dtype) and _are_kernels(where, x, longest=longest)  # XLA writes what it widens
+    at_once = devices.are_many or (not formula.has_other_sums and is_one)
     sums = sums_of_rows(x, labels, where) if at_once else row_blocks.map_row_blocks(sums_of_rows, x, labels, where)
     sums = formula.add_devices(classes, sums)
     largest, total, *others = sums
@@ -93,11 +94,11 @@ def _unmasked_rows(x: Array, where: Array | None, axis_name: str | None = None) 
 def _are_kernels(where: Array | None, *arrays: Array, longest: int | None = None) -> bool:
     """Whether the library of XLA's CPU compiler sums rows of at most `longest` elements in one kernel.
 
-    The library does not select, and XLA writes what it widens to memory.
+    The library does not select.
     """
     if not platforms.choices().has_kernel_library or not masks_rows(where, (-1,)):
         return False
-    if any(sharding.has_symbolic_size(x) or widened(x).dtype != arrays[0].dtype for x in arrays):
+    if any(map(sharding.has_symbolic_size, arrays)) or len({wide_dtype(x.dtype) for x in arrays}) > 1:
         return False
     return longest is None or sum(x.shape[-1] for x in arrays) <= longest
 
@@ -177,10 +178,8 @@ def _by_kernels(
     repaired in a loop of at most one turn. Before a reverse pass of fewer elements, XLA keeps the exponentials.
     """
     (x, t, where), choices = args[0].rows(axes), platforms.choices()
-    is_served = choices.has_kernel_library and sharding.may_loop(args) and masks_rows(where, (-1,))
-    is_served &= not any(map(sharding.has_symbolic_size, (x, t))) and widened(x).dtype == widened(t).dtype
-    is_served = is_served and x.size >= (fewest or choices.most_elements_in_one_pass + 1)
-    if not is_served or 2 * x.shape[-1] > choices.longest_row_of_kernels:
+    is_served = sharding.may_loop(args) and _are_kernels(where, x, t, longest=choices.longest_row_of_kernels)
+    if not is_served or x.size < (fewest or choices.most_elements_in_one_pass + 1):
         return by_rows(*args)
     return platforms.on_cpu_or_elsewhere(in_one_kernel, by_rows, *args)
 
