@@ -147,7 +147,7 @@ class Moments(NamedTuple):
     """The moments of each row, in the wide dtype; the reduced axes stay, with size 1."""
 
     weight: Array | None  # None where it is the number of all elements
-    centre: Array | None  # the mean but for its rounding error; None for moments about 0
+    centre: Array | None  # the mean, up to its rounding error; None for moments about 0
     error: Array | None  # the mean less the centre; None where that is exact
     variance: Array
 

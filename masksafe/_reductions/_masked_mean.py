@@ -121,7 +121,7 @@ class MaskedMean:
         return float(self.value)
 
     def __format__(self, spec: str) -> str:
-        """With a format, such as `.3f`, that of the value."""
+        """The value in a format such as `.3f`; without one, the total and the count."""
         return format(self.value, spec) if spec else str(self)
 
     def __repr__(self) -> str:
