@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import platforms
 from masksafe._core.linear import nan_unless_zero
+from masksafe._core.masks import selected
 from masksafe._core.sharding import Shardings, are_whole, vary_alike, zeros_of_types
 from masksafe._core.switches import uses_plain_rules
 from masksafe._core.typing import Array, Function, Pytree, Tree, jitted
@@ -167,6 +168,20 @@ def _nan_in_derivatives(x: Array) -> Array:
 def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (d_x,) = primals, tangents
     return x, jnp.where(jnp.isnan(x), nan_unless_zero(d_x), d_x)
+
+
+@jax.custom_jvp
+def masked_in_derivatives(x: Array, where: Array | None) -> Array:
+    """`x` with its masked elements, but with derivatives of 0 for them.
+
+    For a mask of whole rows whose results are selected: to select the elements as well would be one more pass.
+    """
+    return x
+
+
+@masked_in_derivatives.defjvp
+def _(primals: tuple[Array, Array | None], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
+    return primals[0], selected(tangents[0], primals[1])
 
 
 def computed_once(cotangent: Array) -> Array:

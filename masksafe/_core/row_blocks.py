@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import derivatives, per_device, platforms, sharding, tiles
-from masksafe._core.typing import Array, Axes, DType, Pytree, Tree
+from masksafe._core import derivatives, masks, per_device, platforms, precision, sharding, switches, tiles, unfolded
+from masksafe._core.typing import Array, Arrays, Axes, DType, Pytree, Tree
 
 
 def map_row_blocks(
@@ -44,6 +44,33 @@ def map_row_blocks(
     # What a loop carries varies over the devices over which any of its arguments does.
     in_one_pass = lambda *args: sharding.vary_with(fn(*args), args)  # noqa: E731
     return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)
+
+
+def sums_over_rows(
+    terms: Callable[..., Arrays], arrays: Sequence[Array], where: Array | None, axes: Axes, *others: Array
+) -> Arrays:
+    """The sums of the terms over the unmasked elements of each row; anything in a masked row. Axes keep size 1.
+
+    What is computed from the sums has to be selected, once: for a CPU it is one kernel with them.
+
+    Args:
+      terms: a function of the arrays, wide and with 0 under the mask, and of the others, whose results are added up.
+      arrays: arrays of one shape.
+      where: a mask of their rank.
+      axes: those along which the elements of a row lie.
+      *others: further arrays of that rank.
+    """
+    row_axes = axes_of_row(axes, arrays[0].ndim)
+
+    def sums(arrays: Sequence[Array], where: Array | None, *others: Array) -> Arrays:
+        wide = (precision.widened(masks.selected(x, where)) for x in arrays)
+        return tuple(unfolded.sum_of(term, row_axes, keepdims=True) for term in terms(*wide, *others))
+
+    # XLA's library for CPUs makes kernels of this that write no array, but neither selects nor widens float16.
+    is_served = platforms.choices().has_kernel_library and all(x.dtype != jnp.float16 for x in arrays)
+    if not is_served or others or switches.uses_plain_rules() or not masks.masks_rows(where, axes):
+        return map_row_blocks(sums, arrays, where, *others, leading=leading_axes(axes))
+    return sums([derivatives.masked_in_derivatives(x, where) for x in arrays], None)
 
 
 def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, args: Pytree) -> Pytree:

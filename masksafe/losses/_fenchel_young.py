@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from masksafe._core import arguments, precision
+from masksafe._core import arguments, precision, row_blocks
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Pytree
+from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
 from masksafe.losses._elementwise import broadcast_alike
-from masksafe.losses._layout import as_mask_of_elements_or_rows, find_unmasked_rows, wide_selected
+from masksafe.losses._layout import as_mask_of_elements_or_rows, find_unmasked_rows
 
 
 def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Array]:
@@ -64,14 +64,22 @@ def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Arr
         axes = (len(shape) - 1,)
         mask = as_mask_of_elements_or_rows(op, where, shape, axes)
         dtype = precision.float_dtype(jnp.result_type(scores, targets))
-        s, t = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in (scores, targets))
+        scores, targets = (precision.widened(jnp.broadcast_to(x, shape)) for x in (scores, targets))
+        s = selected(scores, mask)
 
         if mask is None or mask.shape[-1] == 1:  # only whole rows are masked: max_fun need not take a mask
             largest = jnp.vectorize(lambda s: max_fun(s, *args, **kwargs), signature="(n)->()")(s)
         else:
             max_of_row = lambda s, w: max_fun(s, *args, where=w, **kwargs)  # noqa: E731
             largest = jnp.vectorize(max_of_row, signature="(n),(n)->()")(*broadcast_alike((s, mask), shape))
-        loss = selected(largest - jnp.sum(t * s, -1), find_unmasked_rows(mask, axes))
+        loss = selected(largest - _products(scores, targets, mask), find_unmasked_rows(mask, axes))
         return jnp.broadcast_to(loss, shape[:-1]).astype(dtype)
 
     return fenchel_young_loss
+
+
+@jitted()
+def _products(scores: Array, targets: Array, mask: Array | None) -> Array:
+    """The sum of the products over the unmasked elements of each row; 0 without any."""
+    (products,) = row_blocks.sums_over_rows(lambda s, t: (s * t,), (scores, targets), mask, (scores.ndim - 1,))
+    return selected(products.squeeze(-1), find_unmasked_rows(mask, (scores.ndim - 1,)))

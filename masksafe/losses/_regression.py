@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from masksafe._core import arguments, label_checks, platforms, row_blocks, unfolded
+from masksafe._core import arguments, label_checks, row_blocks, unfolded
+from masksafe._core.derivatives import masked_in_derivatives
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, Axis, Pytree, jitted
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
-from masksafe.losses._layout import wide_selected
 
 
 @public_op
@@ -306,23 +305,13 @@ def _evaluate_cosine(
     as_distance: bool, axes: Axes, a: Array, b: Array, epsilon: ArrayLike, where: Array | None
 ) -> Array:
     shape, dtype = jnp.broadcast_shapes(a.shape, b.shape), jnp.result_type(a.dtype, b.dtype, epsilon)
-    row_axes = row_blocks.axes_of_row(axes, len(shape))
-
-    def sums_of_rows(a: Array, b: Array, where: Array | None) -> Arrays:
-        a, b = (wide_selected(x, where) for x in (a, b))
-        return tuple(unfolded.sum_of(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b)))
-
-    row_sums, (a, b) = sums_of_rows, broadcast_alike((a, b), shape)
-    if (
-        where is not None or min(a.dtype.itemsize, b.dtype.itemsize) < 4
-    ):  # otherwise XLA fuses everything on a CPU as well
-        row_sums = functools.partial(row_blocks.map_row_blocks, row_sums, leading=row_blocks.leading_axes(axes))
-    product, square_a, square_b = platforms.unfused_on_cpu(row_sums(a, b, where))
+    terms = lambda a, b: (a * b, jnp.square(a), jnp.square(b))  # noqa: E731
+    product, square_a, square_b = row_blocks.sums_over_rows(terms, broadcast_alike((a, b), shape), where, axes)
     unmasked_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)
     # In an empty row epsilon must have no effect either.
     epsilon = selected(jnp.asarray(epsilon, product.dtype), unmasked_rows, 1)
     similarity = _over_norm(_over_norm(product, square_a, epsilon), square_b, epsilon)
-    result = selected(1 - similarity, unmasked_rows) if as_distance else similarity
+    result = selected(1 - similarity if as_distance else similarity, unmasked_rows)
     return jnp.squeeze(result, axes).astype(dtype)
 
 
@@ -333,6 +322,7 @@ def unit_vector(x: Array, axes: Axes) -> Array:
 
 def _over_norm(x: Array, square: Array, epsilon: Array | float) -> Array:
     """`x` over the root of a square that is at least `epsilon`; 0, with a derivative of 0, where both are 0."""
-    square = jnp.maximum(square, epsilon)
-    is_zero = square == 0
-    return jnp.where(is_zero, 0, x / jnp.sqrt(jnp.where(is_zero, 1, square)))
+    # `x` is 0 there, and needs no selection, which the library of XLA's CPU compiler has not.
+    least = float(jnp.finfo(square.dtype).tiny)
+    square = jnp.maximum(jnp.maximum(square, epsilon), least)
+    return masked_in_derivatives(x, ~(square <= least)) / jnp.sqrt(square)

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, per_device, sharding, switches, unfolded
+from masksafe._core.derivatives import masked_in_derivatives
 from masksafe._core.labels import at_label, nan_unless
 from masksafe._core.moments import nonzero_divisor
 from masksafe._core.precision import wide_dtype, widened
@@ -232,5 +233,8 @@ def router_z_loss(router_logits: ArrayLike, *, axis: Axis = -1, where: ArrayLike
 def _squared_logsumexp(axes: tuple[int, ...], logits: Array, where: Array | None) -> Array:
     if any(logits.shape[a] == 0 for a in axes):  # without experts every token is empty
         where = jnp.zeros(logits.shape, bool)
+    unmasked_rows = _layout.find_unmasked_rows(where, axes)
+    if masks.masks_rows(where, axes) and not switches.uses_plain_rules():
+        logits, where = masked_in_derivatives(logits, where), None
     result = jnp.squeeze(wide_logsumexp(axes, logits, where), axes)
-    return jnp.square(masks.selected(result, _layout.find_unmasked_rows(where, axes))).astype(logits.dtype)
+    return jnp.square(masks.selected(result, unmasked_rows)).astype(logits.dtype)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from masksafe._core import label_checks, unfolded
+from masksafe._core import label_checks, switches, unfolded
 from masksafe._core.arguments import as_array, as_bool, as_choice, as_float_array, canonical_axes, message
-from masksafe._core.masks import selected
+from masksafe._core.derivatives import masked_in_derivatives
+from masksafe._core.masks import masks_rows, selected
+from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, Axes, Axis, DType, LossReduction, jitted
 from masksafe._reductions import mean
@@ -268,15 +270,20 @@ def _class_losses(
 def _evaluate(
     axes: Axes, apply_softmax: bool, p: Array, t: Array, mask: Array | None, weights: _Weights
 ) -> tuple[Array, Array]:
-    p, t = wide_selected(p, mask), wide_selected(t, mask)
+    # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
+    unmasked_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
+    if masks_rows(mask, (*axes, -1)) and not switches.uses_plain_rules():
+        p, t = (widened(masked_in_derivatives(x, mask)) for x in (p, t))
+        mask = None
+    else:
+        p, t = wide_selected(p, mask), wide_selected(t, mask)
     if apply_softmax:
         p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, mask)
     p = selected(p, mask)
-    overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (p * t, p, t))
+    sums = (unfolded.sum_of(x, axes) for x in (p * t, p, t))
+    overlap, sum_p, sum_t = (jnp.where(unmasked_rows, x, 0) for x in sums)
     smooth, alpha, beta = weights
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
-    # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
-    unmasked_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
     unmasked_rows = jnp.broadcast_to(unmasked_rows, union.shape)
     return 1 - (overlap + smooth) / jnp.where(unmasked_rows, union, 1), unmasked_rows
 

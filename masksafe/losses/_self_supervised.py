@@ -9,7 +9,7 @@ from masksafe._core import row_blocks, sharding
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, DType, Pytree, jitted
+from masksafe._core.typing import Array, ArrayLike, Axes, DType, Pytree, jitted
 from masksafe._core.unfolded import number_of, sum_of
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
@@ -196,22 +196,14 @@ def _evaluate_triplets(
     margin: ArrayLike,
     eps: ArrayLike,
 ) -> Array:
-    ndim, unmasked_rows = vectors[0].ndim, find_unmasked_rows(mask, axes)
-    row_axes = row_blocks.axes_of_row(axes, ndim)
+    unmasked_rows = find_unmasked_rows(mask, axes)
+    degrees = () if known_degree is not None else (jnp.reshape(degree, (1,) * vectors[0].ndim),)
 
-    def sums_of_rows(a: Array, p: Array, n: Array, degree: Array, mask: Array | None) -> Arrays:
-        a, p, n = (wide_selected(x, mask) for x in (a, p, n))
-        known = degree if known_degree is None else known_degree
-        return tuple(jnp.sum(jnp.power(a - x, known), row_axes, keepdims=True) for x in (p, n))
-
-    arrays: Pytree = (*vectors, jnp.reshape(degree, (1,) * ndim), mask)
-    if mask is None:  # then XLA fuses everything on a CPU as well
-        sums = sums_of_rows(*arrays)
-    else:
-        sums = row_blocks.map_row_blocks(sums_of_rows, *arrays, leading=row_blocks.leading_axes(axes))
-    # In an empty row the root is taken of 1, where its derivative is finite whatever eps is.
-    to_positive, to_negative = (
-        jnp.power(selected(jnp.squeeze(s, axes) + eps, unmasked_rows, 1), 1 / degree) for s in sums
-    )
+    power = jnp.power if known_degree is None else lambda x: jnp.power(x, known_degree)
+    terms = lambda a, p, n, *degree: tuple(power(a - x, *degree) for x in (p, n))  # noqa: E731
+    sums = row_blocks.sums_over_rows(terms, vectors, mask, axes, *degrees)
+    # In an empty row eps is 1, where the derivative of the root of a sum of 0 is finite, and gets no derivative.
+    eps = selected(jnp.asarray(eps, sums[0].dtype), unmasked_rows, 1)
+    to_positive, to_negative = (jnp.power(jnp.squeeze(s, axes) + eps, 1 / degree) for s in sums)
     losses = jnp.maximum(to_positive - to_negative + margin, 0)
     return selected(losses, unmasked_rows).astype(dtype)
