@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, row_blocks, unfolded
-from masksafe._core.derivatives import masked_in_derivatives
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
+from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, Axis, Pytree, jitted
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
 
 
@@ -320,9 +320,19 @@ def unit_vector(x: Array, axes: Axes) -> Array:
     return _over_norm(x, jnp.sum(jnp.square(x), axes, keepdims=True), 0)
 
 
+@jax.custom_jvp
 def _over_norm(x: Array, square: Array, epsilon: Array | float) -> Array:
     """`x` over the root of a square that is at least `epsilon`; 0, with a derivative of 0, where both are 0."""
-    # `x` is 0 there, and needs no selection, which the library of XLA's CPU compiler has not.
-    least = float(jnp.finfo(square.dtype).tiny)
-    square = jnp.maximum(jnp.maximum(square, epsilon), least)
-    return masked_in_derivatives(x, ~(square <= least)) / jnp.sqrt(square)
+    # There `x` is 0. The library of XLA's CPU compiler does not select.
+    return x / jnp.sqrt(jnp.maximum(jnp.maximum(square, epsilon), float(jnp.finfo(square.dtype).tiny)))
+
+
+@_over_norm.defjvp
+def _(primals: Arrays, tangents: Arrays) -> tuple[Array, Array]:
+    def quotient(x: Array, square: Array, epsilon: Array | float) -> Array:
+        square = jnp.maximum(square, epsilon)
+        is_zero = square < float(jnp.finfo(square.dtype).tiny)
+        return jnp.where(is_zero, 0, x / jnp.sqrt(jnp.where(is_zero, 1, square)))
+
+    value, derivative = jax.jvp(quotient, primals, tangents)
+    return value, derivative
