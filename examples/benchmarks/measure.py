@@ -215,7 +215,8 @@ def milliseconds(timing: Timing) -> dict[str, Any]:
 
 
 def is_installed(name: str) -> bool:
-    return name not in OPTIONAL or importlib.util.find_spec(name) is not None
+    package = name.partition(",")[0]
+    return package not in OPTIONAL or importlib.util.find_spec(package) is not None
 
 
 @functools.cache

@@ -143,7 +143,7 @@ def contents():
     found |= {benchmark.name: results.section(benchmark, results.DOCS) for benchmark in meshes.BENCHMARKS}
     found["exchanges"] = exchanges.table(results.read_csv(exchanges.TABLE))
     found["operations"] = compiled.operations.summary(results.read_csv(compiled.csv_of("cpu", results.DOCS)))
-    describe = lambda _, rows: sweep.by_work(results.best_peers(rows))  # noqa: E731
+    describe = lambda _, rows: sweep.by_work(sweep.compared(rows))  # noqa: E731
     found["sweep"] = results.section(sweep.BENCHMARK, results.DOCS, describe, sweep.summary)
     found["compiled"] = compiled.summary(results.read_csv(compiled.csv_of("h100", results.DOCS)))
     rows, older = (command.all_rows(results.DOCS, folder) for folder in (results.NEWEST, results.OLDEST))
