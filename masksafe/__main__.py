@@ -48,12 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
             with jax.default_device(device):
                 verdict, finding = judge_case(case)
             verdicts[case.op][str(device)] = verdict
-            findings += [f"{case.op} on {device}: {verdict}\n{finding}\n"] if finding else []
+            findings += [f"{case.op} on {device}: {verdict}\n{finding}"] if finding else []
             print_progress(f"{device}: {case.op}: {verdict}")
     print_table(
         "Masked means gone", ["op", *map(str, first_of_kind)], [(op, *v.values()) for op, v in verdicts.items()]
     )
-    print(*findings, sep="\n", end="")
+    for finding in findings:
+        print(f"{finding}\n")
     print(f"masksafe {'does NOT keep its contract: please report it' if findings else 'keeps its contract'}.")
     fault = compiler_faults.described(compiler_faults.known)
     if fault is not None and any(device.platform == "cpu" for device in jax.local_devices()):

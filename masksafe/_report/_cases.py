@@ -45,7 +45,7 @@ class Case(NamedTuple):
     inputs: Inputs
     masked: dict[str, Array]  # for each input that has masked elements, True there
     empty: Inputs  # inputs with which everything is masked
-    of_empty: float  # what every output is then
+    empty_output: float  # what every output is then
 
 
 ROWS, CLASSES = 4, 5
@@ -76,12 +76,12 @@ KERNEL, TARGET_KERNEL = floats(CLASSES, 7), floats(CLASSES, 7)
 
 
 def _cases(
-    ops: str, masked: Inputs, where: Array = ELEMENTS, *, of_empty: float = 0.0, empty: str = "where", **others: Any
+    ops: str, masked: Inputs, where: Array = ELEMENTS, *, empty_output: float = 0.0, empty: str = "where", **others: Any
 ) -> list[Case]:
     """A case for each op; by default some elements of each row are masked, and all of one row."""
     masks = {name: masked_in(x, where) for name, x in masked.items()}
     inputs = {**masked, **others, "where": where}
-    return [Case(op, inputs, masks, {empty: np.zeros_like(inputs[empty])}, of_empty) for op in ops.split()]
+    return [Case(op, inputs, masks, {empty: np.zeros_like(inputs[empty])}, empty_output) for op in ops.split()]
 
 
 def _all_cases() -> list[Case]:
@@ -122,11 +122,11 @@ def _all_cases() -> list[Case]:
         *_cases("triplet_margin_loss", {"anchors": X, "positives": Y, "negatives": P}),
         *_cases("ntxent", {"embeddings": X}, SOME_ROWS, labels=np.array([0, 1, 0, 1])),
         *_cases("softmax layer_norm rms_norm standardize batch_norm group_norm l2_normalize sum mean var", {"x": X}),
-        *_cases("logsumexp log_softmax max", {"x": X}, of_empty=-np.inf),
-        *_cases("min", {"x": X}, of_empty=np.inf),
+        *_cases("logsumexp log_softmax max", {"x": X}, empty_output=-np.inf),
+        *_cases("min", {"x": X}, empty_output=np.inf),
         *_cases("segment_sum segment_mean segment_var segment_softmax segment_standardize", segments, SOME_ROWS),
-        *_cases("segment_logsumexp segment_log_softmax segment_max", segments, SOME_ROWS, of_empty=-np.inf),
-        *_cases("segment_min", segments, SOME_ROWS, of_empty=np.inf),
+        *_cases("segment_logsumexp segment_log_softmax segment_max", segments, SOME_ROWS, empty_output=-np.inf),
+        *_cases("segment_min", segments, SOME_ROWS, empty_output=np.inf),
         *_cases("load_balancing_loss", {"router_probs": P, "expert_indices": EXPERTS}, SOME_ROWS),
         *_cases("ragged_dot", {"lhs": X}, np.arange(ROWS) < 3, empty="group_sizes", **experts),
         *_cases("router_z_loss", {"router_logits": X}, SOME_ROWS),

@@ -49,6 +49,6 @@ def is_right(name: str, own: OwnFunction) -> bool:
         found[check] = judge([tool])
         print_progress(f"{name}: {check}: {found[check][0]}")
     print_table(name, ["", "verdict"], [(check, verdict) for check, (verdict, _) in found.items()])
-    wrong = [f"{check}: {verdict}\n{finding}\n" for check, (verdict, finding) in found.items() if finding]
-    print(*wrong, sep="\n", end="")
-    return not wrong
+    for check, (verdict, finding) in found.items():
+        print(f"{check}: {verdict}\n{finding}\n" if finding else "", end="")
+    return all(verdict == "right" for verdict, _ in found.values())

@@ -32,10 +32,10 @@ def judge_case(case: Case) -> tuple[str, str]:
 
 
 def _assert_values(call: Callable[..., Any], case: Case) -> None:
-    """Asserts that bad labels, and they alone, give NaN, and that a call in which all is masked gives what is due."""
+    """Asserts that bad labels give NaN and nothing else does, and that the output is right with everything masked."""
     run = lambda **changed: np.asarray(call(*(case.inputs | changed).values()))  # noqa: E731
     _assert_equal("NaN", np.isnan(run()), False)
-    _assert_equal("output with everything masked", run(**case.empty), case.of_empty)
+    _assert_equal("output with everything masked", run(**case.empty), case.empty_output)
     labels = case.inputs["labels"] if "labels" in case.masked else np.zeros(0)
     classes = case.inputs.get("kernel", X).shape[-1]
     for label in (-1, classes) if labels.dtype.kind == "i" else ():

@@ -22,7 +22,7 @@ from masksafe.testing._trees import as_double, is_float, only_floats, replace_fl
 
 Function = Callable[..., dict[str, Any]]
 Transform = Callable[[Function], Function]
-Results = Iterable[tuple[str, dict[str, Any]]]  # by the name of the way, "" if it is that of the mode
+Results = Iterable[tuple[str, dict[str, Any]]]  # by the name of the way, "" for a mode with one way
 
 
 class Mode(NamedTuple):
