@@ -50,5 +50,6 @@ def is_right(name: str, own: OwnFunction) -> bool:
         print_progress(f"{name}: {check}: {found[check][0]}")
     print_table(name, ["", "verdict"], [(check, verdict) for check, (verdict, _) in found.items()])
     for check, (verdict, finding) in found.items():
-        print(f"{check}: {verdict}\n{finding}\n" if finding else "", end="")
+        if verdict != "right":
+            print(f"{check}: {verdict}\n{finding}\n")
     return all(verdict == "right" for verdict, _ in found.values())

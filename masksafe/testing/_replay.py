@@ -22,16 +22,16 @@ from masksafe.testing._decisions import NOTHING, find_decided
 from masksafe.testing._devices import EXCHANGES, Device, Exchange, mesh_axes
 from masksafe.testing._rules import KINDS, names
 
-# Primitives that only run the program in one of their parameters, and the names of that parameter.
+# Primitives that only run a program, and the names of the parameter that has it.
 CALLS = names("call closed_call custom_jvp_call custom_vjp_call custom_vmap_call jit remat2")
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-# Those whose program only combines two numbers: beginnings of names.
+# Beginnings of the names of primitives whose program only combines two numbers.
 _COMBINING = ("reduce", "scatter", "select_and_")
 # Those that only change the mesh axes over which an array in a shard_map is said to vary.
 RETYPINGS = names("pbroadcast pvary reduced_vary_cast vary_unreduced_cast")
 # Those that move an array between devices.
 PLACEMENTS = names("device_put reshard sharding_constraint")
-# They pass on a NaN that the program wrote as one that it wrote.
+# What these compute from a NaN that the program wrote counts as such a NaN, too.
 ARITHMETIC = names("add div mul sub")
 
 
@@ -39,9 +39,9 @@ Callers = tuple[Any, ...]  # an equation and those that called it, the innermost
 
 
 class Value:
-    """An array that the program has, compared by identity: result `k` of an operation, unless it was there before."""
+    """An array of a program, compared by identity: an argument, a constant, or result `k` of an operation."""
 
-    is_constant: bool  # a number in the program, or computed only from such
+    is_constant: bool  # a number in the program, or computed only from such numbers
     is_discrete: bool  # not of floats, or computed only from discrete values
 
     def __init__(
@@ -154,7 +154,7 @@ def frames_of(callers: Callers) -> Iterator[Any]:
 
 
 def place_of(callers: Callers) -> str:
-    """The innermost of these lines that is neither masksafe's nor JAX's."""
+    """The innermost line of code that is neither masksafe's nor JAX's."""
     for frame in frames_of(callers):
         if is_of_user(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"
