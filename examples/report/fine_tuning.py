@@ -1,6 +1,6 @@
 """What fine-tuning averages: policy losses, divergences from a reference, advantages, and what padding does to them.
 
-The cases get the verdicts of `python -m masksafe`, written with masksafe, as trl and tunix write them, and some with
+The cases get the verdicts of `peers.py`, written with masksafe, as trl and tunix write them, and some with
 optax. The formulas of trl and tunix are written out in JAX, in this project's words; neither has to be installed. Both
 compute everywhere and multiply by a mask of floats.
 
@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from edge_cases import CASES, Case
+from verdicts import Verdict, in_jax, judge, print_verdicts
 
 import masksafe
-from masksafe._report import _show
-from masksafe._report._cases import CASES, Case, Ops
-from masksafe._report._verdict import Verdict, in_jax, judge
+from masksafe._report._cases import Ops
 
 RNG = np.random.default_rng(1)
 LENGTHS = np.array([4, 2, 0, 3])
@@ -34,7 +34,7 @@ CLIP, EPSILON = 0.2, 1e-4
 def main() -> int:
     cases = all_cases()
     columns = {library: judge_cases(cases, ops) for library, ops in LIBRARIES.items()}
-    _show.verdicts("What fine-tuning averages", cases, columns)
+    print_verdicts("What fine-tuning averages", cases, columns)
     return 0 if set(columns["masksafe"]) == {Verdict.RIGHT} else 1
 
 

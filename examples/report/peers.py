@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from edge_cases import CASES
+from verdicts import Result, Run, Verdict, in_jax, judge, print_verdicts
 
-from masksafe._report import _show
-from masksafe._report._cases import CASES, SEGMENTS, Inputs, Ops
-from masksafe._report._ops import OPS, along_rows
-from masksafe._report._verdict import Result, Run, Verdict, in_jax, judge
+from masksafe._report._cases import OPS, SEGMENTS, Inputs, Ops, along_rows
+from masksafe._report._verdict import print_progress
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,12 +35,13 @@ def main(arguments: list[str] | None = None) -> None:
     cases = [case for case in CASES if any(part in case.op for part in options.only.split(","))]
     columns = {}
     for library in ("masksafe", *(peer for peer in options.peers or PEERS if is_installed(peer))):
-        _show.progress(library)
+        print_progress(library)
         runs = [runner(library, case.op) for case in cases]
         verdicts = (Verdict.ABSENT if run is None else judge(case, run) for case, run in zip(cases, runs, strict=True))
         columns[library] = list(verdicts)
-    _show.verdicts("Masked means gone", cases, columns)
-    _show.numbers_of_right(columns)
+    print_verdicts("Masked means gone", cases, columns)
+    for name, column in columns.items():
+        print(f"{name}: {column.count(Verdict.RIGHT)} of {len(column) - column.count(Verdict.ABSENT)} right")
 
 
 def is_installed(library: str) -> bool:

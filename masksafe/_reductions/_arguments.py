@@ -13,7 +13,7 @@ from masksafe._core.typing import Array, Axis
 
 
 class Reduction(NamedTuple):
-    """The static arguments of a reduction, not yet checked but for what could not be hashed."""
+    """The static arguments of a reduction; only those that might not be hashable are checked already."""
 
     op: str
     axis: Axis | None

@@ -103,9 +103,9 @@ def _extremum(is_max: bool, how: Reduction, x: Array, where: Array | None, weigh
     return how.shaped(rows, extremum(_reduce, is_max, rows, x, weighting.where))
 
 
-def _reduce(is_max: bool, rows: Rows, x: Array, of_nothing: float) -> Array:
+def _reduce(is_max: bool, rows: Rows, x: Array, empty: float) -> Array:
     reduce = jnp.max if is_max else jnp.min
-    here = reduce(x, rows.axes, keepdims=True, initial=of_nothing)
+    here = reduce(x, rows.axes, keepdims=True, initial=empty)
     if jnp.issubdtype(x.dtype, jnp.floating):  # XLA's CPU compiler loses a NaN where it reduces many elements
         here = jnp.where(unfolded.any_of(jnp.isnan(x), rows.axes, keepdims=True), jnp.nan, here)
     return over_devices(is_max, here, rows.devices)

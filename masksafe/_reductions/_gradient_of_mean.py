@@ -72,18 +72,18 @@ def value_and_grad_of_mean(
       m = \frac{\sum_i T_i}{\sum_i n_i}, \qquad
       \nabla m = \frac{\sum_i \nabla T_i - m \sum_i \nabla n_i}{\sum_i n_i}
 
-    which are, to rounding, those of the whole batch in one piece, even if the parts are unequal or empty. The mean of
-    the parts' means and its gradient are not.
+    To rounding, these equal the mean and the gradient of the whole batch in one piece, even if parts are unequal or
+    empty. The mean of the parts' means does not, nor does its gradient.
 
     Args:
       fn: a function that returns a `MaskedMean` of scalars; with `has_aux` a tuple of it and anything. Inside
-        `jax.shard_map` it returns that of its own device, not summed over `axis_name`.
+        `jax.shard_map` it returns the mean of its own device, not summed over `axis_name`.
       argnums: the position of the argument, or of several, by which to differentiate: pytrees of floats.
       has_aux: whether `fn` returns a second result.
       in_axes: which axis of the other arguments to cut, as in `jax.vmap`: an int or None for all positional arguments,
         or a tuple of one for each, of ints, None, or trees of them that are prefixes of the argument. It is None for
         what all parts share, and for an argument by which to differentiate. The axis of keyword arguments is 0. A
-        scalar goes into every part as it is; a key of `jax.random.key` is split, but for None.
+        scalar goes into every part as it is; a key of `jax.random.key` is split, unless the axis is None.
       microbatches: the number of parts. The axes are cut into so many equal parts, one after another in a `lax.scan`:
         part i holds the elements i, i + microbatches, and so on.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the batch is split; or the named
@@ -93,8 +93,8 @@ def value_and_grad_of_mean(
     Returns:
       A function of the arguments of `fn` that returns `(value, gradients)`, or `((value, aux), gradients)`. The value
       is in float32 at least. Gradients are accumulated in float32 at least, and have the dtypes of their arguments.
-      If all is masked, the value and all gradients are 0. `aux` is that of all parts along a new leading axis,
-      on each device its own; but a `MaskedMean` in it is that of all parts and devices together.
+      If all is masked, the value and all gradients are 0. In `aux` the parts are stacked along a new leading axis, and
+      each device has its own; but a `MaskedMean` in it is the mean over all parts and devices.
 
     Raises:
       TypeError: also if `fn` does not return a `MaskedMean` with a total of floats.
@@ -173,13 +173,13 @@ def _as_mean_and_aux(result: object, has_aux: bool, devices: sharding.Devices) -
     if not isinstance(mean, MaskedMean) or (has_aux and mean is result):
         raise TypeError(message(_OP, "fn", *_mistake(result, has_aux)))
 
-    def of_own_device(mean: MaskedMean) -> MaskedMean:
+    def checked(mean: MaskedMean) -> MaskedMean:
         if devices.share(jax.tree.leaves(mean)[0]):
             found = "a MaskedMean whose total is the same on all devices"
-            raise ValueError(message(_OP, "fn", found, "that of each device, not yet summed over axis_name"))
+            raise ValueError(message(_OP, "fn", found, "the mean of each device, not yet summed over axis_name"))
         return mean
 
-    mean, aux = of_own_device(mean), _map_aux(of_own_device, lambda x: x, aux)
+    mean, aux = checked(mean), _map_aux(checked, lambda x: x, aux)
     for name, x in {"total": mean.total, "count": mean.count}.items():
         if x.shape != ():
             raise ValueError(message(_OP, "fn", f"a MaskedMean whose {name} has shape {x.shape}", "scalars"))
@@ -203,7 +203,7 @@ def _mistake(result: object, has_aux: bool) -> tuple[str, str, str]:
 
 
 def _axes_to_cut(in_axes: Pytree, batch: Pytree, number: int, active: tuple[int, ...]) -> list[int | None]:
-    """The axis of each leaf of `batch`, or None. As with `jax.vmap`, that of keyword arguments is 0."""
+    """The axis of each leaf of `batch`, or None. As with `jax.vmap`, the axis of keyword arguments is 0."""
     if isinstance(in_axes, tuple | list):
         if len(in_axes) != number:
             expected = f"one for each of the {number} positional arguments"
@@ -223,11 +223,11 @@ def _axes_to_cut(in_axes: Pytree, batch: Pytree, number: int, active: tuple[int,
         axes.extend([axis] * len(jax.tree.leaves(subtree)))
 
     for i, arg in batch["args"].items():
-        of_arg = in_axes[i] if isinstance(in_axes, tuple | list) else in_axes
+        arg_axes = in_axes[i] if isinstance(in_axes, tuple | list) else in_axes
         try:
-            jax.tree.map(spread, of_arg, arg, is_leaf=lambda axis: axis is None)
+            jax.tree.map(spread, arg_axes, arg, is_leaf=lambda axis: axis is None)
         except ValueError as error:
-            found = f"{of_arg!r} for an argument of structure {jax.tree.structure(arg)}"
+            found = f"{arg_axes!r} for an argument of structure {jax.tree.structure(arg)}"
             raise ValueError(message(_OP, f"in_axes[{i}]", found, "a prefix of its tree")) from error
     return axes + [0] * len(jax.tree.leaves(batch["kwargs"]))
 
@@ -287,12 +287,12 @@ def _cut(name: str, x: Pytree, axis: int | None, number: int) -> Array | None:
         expected = f"an axis {axis} that {number} microbatches divide"
         raise ValueError(message(_OP, name, f"shape {x.shape}", expected, _hint_of_keys([x])))
     # Every part takes elements from the whole axis, so that none lies on a few devices only.
-    with jax.debug_nans(False):  # eagerly what is masked shows here
+    with jax.debug_nans(False):  # in eager code it would see masked elements here
         return jnp.moveaxis(jnp.reshape(x, (*before, size // number, number, *after)), axis + 1, 0)
 
 
 def _hint_of_keys(arrays: Iterable[Pytree]) -> str:
-    """What to do about a key of `jax.random.PRNGKey`, if there is what may be one."""
+    """What to do about a key of `jax.random.PRNGKey`, if one of the arrays may be such a key."""
     if not any(x.dtype == jnp.uint32 and x.shape in ((2,), (4,)) for x in arrays):
         return ""
     return " A key of jax.random.key is split among the parts; one of jax.random.PRNGKey is an array like any other."
@@ -320,35 +320,35 @@ class _SumsOfMean(NamedTuple):
 
 
 def _summed_over_parts(fn: Callable[..., Pytree], params: Pytree, parts: _Parts) -> tuple[_SumsOfMean, Pytree]:
-    """The sums, and aux: along a new leading axis, but means in it added up."""
+    """The sums, and aux, which is stacked along a new leading axis, except that its means are added up."""
 
-    def of_part(cut: list[Array | None]) -> tuple[_SumsOfMean, Pytree]:
+    def run_part(cut: list[Array | None]) -> tuple[_SumsOfMean, Pytree]:
         return _sums_of_part(lambda params: fn(params, parts.joined(cut)), params)
 
     if parts.number == 1:
-        sums, aux = of_part(parts.cut)
+        sums, aux = run_part(parts.cut)
         return sums, _map_aux(lambda mean: mean, lambda x: jnp.asarray(x)[None], aux)
 
-    def of_numbered_part(cut: list[Array | None], index: Array | None) -> tuple[_SumsOfMean, Pytree]:
+    def run_numbered_part(cut: list[Array | None], index: Array | None) -> tuple[_SumsOfMean, Pytree]:
         with label_checks.in_microbatch(index, parts.number, parts.size):
-            return of_part(cut)
+            return run_part(cut)
 
     def step(sums: _SumsOfMean, numbered_part: tuple[list[Array | None], Array | None]) -> tuple[_SumsOfMean, Pytree]:
-        added, aux = of_numbered_part(*numbered_part)
+        added, aux = run_numbered_part(*numbered_part)
         gradients = jax.tree.map(jnp.add, sums[1:], added[1:])
         return _SumsOfMean(sums.mean + added.mean, *gradients), aux
 
     numbered = parts.cut, None if switches.label_check_mode() == "off" else jnp.arange(parts.number)
-    shapes, _ = jax.eval_shape(lambda numbered: of_numbered_part(*jax.tree.map(lambda x: x[0], numbered)), numbered)
+    shapes, _ = jax.eval_shape(lambda numbered: run_numbered_part(*jax.tree.map(lambda x: x[0], numbered)), numbered)
     sums, aux = lax.scan(step, sharding.zeros_of_types(shapes, (params, parts.cut)), numbered, length=parts.number)
     added_up = functools.partial(jax.tree.map, lambda x: jnp.sum(x, 0, dtype=x.dtype))
     return sums, _map_aux(added_up, lambda x: x, aux)
 
 
-def _map_aux(of_mean: Callable[[Pytree], Pytree], of_other: Callable[[Pytree], Pytree], aux: Pytree) -> Pytree:
+def _map_aux(map_mean: Callable[[Pytree], Pytree], map_other: Callable[[Pytree], Pytree], aux: Pytree) -> Pytree:
     """`aux` with its means and its other leaves replaced."""
     is_mean = lambda x: isinstance(x, MaskedMean)  # noqa: E731
-    return jax.tree.map(lambda x: of_mean(x) if is_mean(x) else of_other(x), aux, is_leaf=is_mean)
+    return jax.tree.map(lambda x: map_mean(x) if is_mean(x) else map_other(x), aux, is_leaf=is_mean)
 
 
 def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) -> tuple[_SumsOfMean, Pytree]:
@@ -369,7 +369,7 @@ def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) 
 
 
 def _noting_dependence(noted: list[bool], x: Array) -> Array:
-    """`x`; adds True to `noted` if it depends on what is being differentiated by."""
+    """`x`; adds True to `noted` if `x` depends on the parameters."""
 
     @jax.custom_jvp
     def identity(x: Array) -> Array:

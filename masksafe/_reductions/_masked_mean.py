@@ -32,7 +32,7 @@ class MaskedMean:
       \text{value} = \frac{\text{total}}{\text{count}}
 
     The mean of the means of micro-batches, devices or batches is not the mean. Their totals and counts add up: `a + b`
-    is the mean over both parts, `MaskedMean.sum(parts)` that over all of a list, `a.psum("data")` that over all
+    is the mean over both parts, `MaskedMean.sum(parts)` the mean over all of a list, `a.psum("data")` over all
     devices. It is a pytree, so it goes through `jax.jit`, `jax.vmap`, `lax.scan` and `lax.psum`, and can be
     differentiated.
 
@@ -80,8 +80,8 @@ class MaskedMean:
           axis: an axis, a tuple of axes, or None for all of them.
 
         Returns:
-          A total and a count in float32 at least. Without weights the number of unmasked elements, and that of those
-          that are True, are counted as integers and then rounded.
+          A total and a count in float32 at least. Without weights, unmasked elements, and of booleans those that are
+          True, are counted as integers, and the counts are then rounded.
 
         Raises:
           TypeError, ValueError: as `masksafe.sum`.
@@ -90,12 +90,12 @@ class MaskedMean:
 
     @staticmethod
     def sum(parts: Iterable[_Means]) -> _Means:
-        """The mean over the elements of all parts; of no parts one whose value is 0.
+        """The mean over the elements of all parts; without parts, a mean whose value is 0.
 
         Parts may be dicts of means, such as metrics by name: the result is a dict of their sums.
         """
-        of_nothing: Pytree = MaskedMean(0.0, 0)
-        first, *others = [*parts] or [of_nothing]
+        empty: Pytree = MaskedMean(0.0, 0)
+        first, *others = [*parts] or [empty]
         is_mean = lambda x: isinstance(x, MaskedMean)  # noqa: E731
         return jax.tree.map(lambda *means: functools.reduce(operator.add, means), first, *others, is_leaf=is_mean)
 
@@ -128,7 +128,7 @@ class MaskedMean:
         return f"MaskedMean(total={self.total}, count={self.count})"
 
 
-def _of_leaves(_: None, leaves: Iterable[Pytree]) -> MaskedMean:
+def _from_leaves(_: None, leaves: Iterable[Pytree]) -> MaskedMean:
     """A tree of anything, such as shapes, axes or specs."""
     mean = object.__new__(MaskedMean)
     mean.__dict__.update(zip(("total", "count"), leaves, strict=True))
@@ -137,12 +137,12 @@ def _of_leaves(_: None, leaves: Iterable[Pytree]) -> MaskedMean:
 
 _KEYS = [jax.tree_util.GetAttrKey(name) for name in ("total", "count")]
 jax.tree_util.register_pytree_with_keys(
-    MaskedMean, lambda mean: ([*zip(_KEYS, (mean.total, mean.count), strict=True)], None), _of_leaves
+    MaskedMean, lambda mean: ([*zip(_KEYS, (mean.total, mean.count), strict=True)], None), _from_leaves
 )
 
 
 def _as_float(x: Pytree) -> Pytree:
-    """Numbers in their wide dtype; what is none, such as the spec of a `shard_map`, as it is."""
+    """Numbers in their wide dtype; anything else, such as the spec of a `shard_map`, as it is."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic | numbers.Number | list):
         return x
     x = x if isinstance(x, jax.Array) else np.asarray(x)  # whose integers have 64 bits

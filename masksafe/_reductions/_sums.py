@@ -62,10 +62,10 @@ def sum(  # noqa: A001
 def _sum(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> Array:
     rows, x, (where, weights) = how.read(x, where, weights)
     x, dtype = selected(x, where), x.dtype
-    is_of_integers = weights is None and not jnp.issubdtype(dtype, jnp.inexact)
-    total = jnp.sum(x if is_of_integers else weighted(widened(x), weights), rows.axes, keepdims=how.keepdims)
+    keeps_integers = weights is None and not jnp.issubdtype(dtype, jnp.inexact)
+    total = jnp.sum(x if keeps_integers else weighted(widened(x), weights), rows.axes, keepdims=how.keepdims)
     total = rows.devices.sum(total)
-    return total if is_of_integers else total.astype(float_dtype(dtype))
+    return total if keeps_integers else total.astype(float_dtype(dtype))
 
 
 @public_op
@@ -83,9 +83,9 @@ def mean(
     .. math:: \frac{1}{W} \sum_{i : \text{where}_i} w_i x_i, \qquad W = \sum_{i : \text{where}_i} w_i
 
     It replaces `jnp.mean(x, where=mask)`, which is NaN for an empty mask, and `x.sum() / mask.sum()`, which is then
-    0/0. For a loss over padded tokens write `masksafe.mean(loss, where=mask)`. The mean of an array sharded across
-    devices is that of the whole array, however unevenly the mask is distributed. Inside `jax.shard_map` that needs
-    `axis_name`: the devices exchange their sums and weights, once.
+    0/0. For a loss over padded tokens write `masksafe.mean(loss, where=mask)`. If the array is sharded across
+    devices, this is the mean of the whole array, however unevenly the mask is distributed. Inside `jax.shard_map` that
+    needs `axis_name`: the devices exchange their sums and weights, once.
 
     Args:
       x: the array; integers and booleans are averaged as floats.

@@ -89,7 +89,7 @@ def var_mean(
       \qquad W = \sum_{i : \text{where}_i} w_i
 
     The variance is computed from squared deviations, never as :math:`E[x^2] - E[x]^2`, which cancels when the mean is
-    large. With `axis_name` the devices exchange the sums for the mean, and then those of what deviates from it.
+    large. With `axis_name` the devices exchange the sums for the mean, and then the sums of squared deviations from it.
 
     Args:
       x: the array; integers and booleans are converted to floats.
@@ -136,26 +136,26 @@ def _reduce(
     if jnp.iscomplexobj(x) and (weights is not None or rows.devices.are_many):
         raise TypeError(arguments.message(how.op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))
     # Over devices by JAX's own rules: they know whether each device has all of a result's cotangent, or a part.
-    of_rows = moments(rows, x, weighting) if rows.devices.are_many else _moments(rows, x, weighting)
-    variance = of_rows.variance
+    found = moments(rows, x, weighting) if rows.devices.are_many else _moments(rows, x, weighting)
+    variance = found.variance
     if correction:
-        n = rows.divisor(x, of_rows.weight)
+        n = rows.divisor(x, found.weight)
         variance = variance / jnp.where(n > correction, 1 - correction / n, jnp.inf)  # a NaN stays visible
-    return how.shaped(rows, variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(rows, of_rows.mean).astype(x.dtype)
+    return how.shaped(rows, variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(rows, found.mean).astype(x.dtype)
 
 
 def _forward(rows: Rows, x: Array, weighting: Weighting) -> tuple[Moments, tuple[Array, Weighting, Moments]]:
-    of_rows = functools.partial(moments, rows)
+    moments_of = functools.partial(moments, rows)
     if not rows.are_one_kernel(x, weighting.where):
-        of_rows = functools.partial(row_blocks.map_row_blocks, of_rows, leading=rows.leading(x.ndim))
-    found = of_rows(x, weighting)
+        moments_of = functools.partial(row_blocks.map_row_blocks, moments_of, leading=rows.leading(x.ndim))
+    found = moments_of(x, weighting)
     return found, (x, weighting, found)
 
 
 def _reverse(rows: Rows, residuals: tuple[Array, Weighting, Moments], cotangents: Moments) -> tuple[Array, Weighting]:
-    x, (where, weights), of_rows = residuals
-    deviations = of_rows.deviations(x, where)
-    d_x, d_weights = pull_back(rows, deviations, weights, of_rows, cotangents.error, cotangents.variance)
+    x, (where, weights), found = residuals
+    deviations = found.deviations(x, where)
+    d_x, d_weights = pull_back(rows, deviations, weights, found, cotangents.error, cotangents.variance)
     if d_weights is not None and cotangents.weight is not None:
         d_weights = selected(d_weights + cotangents.weight, where)
     return selected(d_x, where).astype(x.dtype), Weighting(None, d_weights)

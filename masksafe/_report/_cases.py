@@ -1,29 +1,59 @@
-"""The cases: inputs of each op with garbage under the mask, or at the edge of what it accepts, and the right result.
+"""The cases of `python -m masksafe`: a call of each op, and which elements of its inputs are masked."""
 
-An op has the name of masksafe's function. Right results are computed by NumPy in float64.
-"""
-
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+import masksafe
+
 Array = np.ndarray
 Inputs = dict[str, Any]
 Ops = dict[str, Callable[..., Any]]  # by name, each a function of the inputs of its cases
+
+SEGMENTS = 3
+
+
+def along_rows(reduction: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, where: reduction(x, axis=-1, where=where)
+
+
+def _named(names: str) -> Ops:
+    return {name: getattr(masksafe, name) for name in names.split()}
+
+
+OPS: Ops = {
+    **{name: getattr(masksafe.losses, name) for name in dir(masksafe.losses) if not name.startswith("_")},
+    **_named("softmax log_softmax dot_product_attention layer_norm rms_norm standardize l2_normalize"),
+    "ragged_dot": lambda where, **inputs: masksafe.ragged_dot(**inputs),  # its sizes are the mask
+    "batch_norm": lambda x, where=None: masksafe.batch_norm(x, where=where)[0],
+    "group_norm": functools.partial(masksafe.group_norm, num_groups=1),
+    **{name: along_rows(op) for name, op in _named("logsumexp sum mean var max min").items()},
+    **{
+        name: functools.partial(getattr(masksafe, name), num_segments=SEGMENTS)
+        for name in dir(masksafe)
+        if name.startswith("segment_")
+    },
+}
 
 
 class Case(NamedTuple):
     """A call of an op."""
 
     op: str
-    what: str
     inputs: Inputs
-    hidden: dict[str, Array]  # for each input, where it is masked
-    expected: Array | None  # None: the result of the same call with harmless values under the mask
+    masked: dict[str, Array]  # for each input that has masked elements, True there
+    empty: Inputs  # inputs with which everything is masked
+    empty_output: float  # what every output is then
 
 
-# The right results.
+ROWS, CLASSES = 4, 5
+RNG = np.random.default_rng(0)
+
+
+def floats(*shape: int) -> Array:
+    return RNG.normal(size=shape).astype(np.float32)
 
 
 def softmax(x: Array) -> Array:
@@ -31,41 +61,9 @@ def softmax(x: Array) -> Array:
     return np.asarray(e / e.sum(-1, keepdims=True))
 
 
-def cross_entropy(logits: Array, labels: Array) -> Array:
-    """The losses of integer labels."""
-    x = np.float64(logits)
-    others = x - np.take_along_axis(x, labels[:, None], -1)
-    return np.asarray(np.log1p(np.exp(others).sum(-1) - 1))
-
-
-def mean_divergence(features: Array, kernel: Array, target_features: Array, target_kernel: Array) -> Array:
-    layers = ((target_features, target_kernel), (features, kernel))
-    p, q = (softmax(x.astype(np.float64) @ weights) for x, weights in layers)
-    return np.asarray(np.sum(p * np.log(p / q), -1).mean())
-
-
-def standardized(x: Array, axis: int, epsilon: float) -> Array:
-    wide = np.float64(x)
-    return np.asarray((wide - wide.mean(axis, keepdims=True)) / np.sqrt(wide.var(axis, keepdims=True) + epsilon))
-
-
-def attended(query: Array, key: Array, value: Array, mask: Array) -> Array:
-    """Attention of one sample and one head of width 4."""
-    scores = np.where(mask[0, 0], np.float64(query[0, :, 0] @ key[0, :, 0].T) / 2, -np.inf)
-    with np.errstate(invalid="ignore"):
-        p = np.nan_to_num(softmax(scores))
-    return np.asarray((p @ value[0, :, 0])[None, :, None])
-
-
-# The inputs.
-
-SEGMENTS = 3
-ROWS, CLASSES = 4, 5
-RNG = np.random.default_rng(0)
-
-
-def floats(*shape: int) -> Array:
-    return RNG.normal(size=shape).astype(np.float32)
+def masked_in(x: Array, where: Array) -> Array:
+    """True where `x` is masked by a `where` of its first axes."""
+    return ~np.broadcast_to(np.expand_dims(where, tuple(range(where.ndim, x.ndim))), x.shape)
 
 
 X, Y, P = floats(ROWS, CLASSES), floats(ROWS, CLASSES), softmax(floats(ROWS, CLASSES)).astype(np.float32)
@@ -75,186 +73,67 @@ SOME_ROWS, ELEMENTS = np.array([True, False, True, True]), RNG.random((ROWS, CLA
 ELEMENTS[np.arange(ROWS), LABELS] = True
 ELEMENTS[1] = False
 KERNEL, TARGET_KERNEL = floats(CLASSES, 7), floats(CLASSES, 7)
-MATRICES = floats(3, CLASSES, 2)
-NOTHING, SOFT = np.zeros(X.shape, bool), {"logits": X, "labels": P}
 
 
-def garbage(ops: str, masked: Inputs, where: Array = ELEMENTS, **others: Any) -> list[Case]:
-    """A case for each op, with garbage in the masked inputs; by default some elements of each row are masked."""
-    hidden = {name: hidden_in(x, where) for name, x in masked.items()}
-    return [
-        Case(op, "garbage under the mask", {**masked, **others, "where": where}, hidden, None) for op in ops.split()
-    ]
+def _cases(
+    ops: str, masked: Inputs, where: Array = ELEMENTS, *, empty_output: float = 0.0, empty: str = "where", **others: Any
+) -> list[Case]:
+    """A case for each op; by default some elements of each row are masked, and all of one row."""
+    masks = {name: masked_in(x, where) for name, x in masked.items()}
+    inputs = {**masked, **others, "where": where}
+    return [Case(op, inputs, masks, {empty: np.zeros_like(inputs[empty])}, empty_output) for op in ops.split()]
 
 
-def hidden_in(x: Array, where: Array) -> Array:
-    """True where `x` is masked by a `where` of its first axes."""
-    return ~np.broadcast_to(np.expand_dims(where, tuple(range(where.ndim, x.ndim))), x.shape)
-
-
-def garbage_cases() -> list[Case]:
-    """Garbage under the mask, for every op."""
+def _all_cases() -> list[Case]:
     pair, log_p, q = {"predictions": X, "targets": Y}, np.log(P), P[::-1].copy()
     top_k = {"target_log_probs": log_p[:, :2], "target_classes": np.array([[1, 4], [0, 3], [6, 2], [5, 1]])}
     pixels = np.broadcast_to(np.array([True, True, False])[:, None], (2, 3, 1))
     truth = np.eye(4, dtype=np.float32)[RNG.integers(4, size=(2, 3))]
     images = {"predictions": floats(2, 3, 4), "targets": truth}
     multiclass = "multiclass_hinge_loss multiclass_perceptron_loss multiclass_sparsemax_loss"
-    linear, layers = "linear_softmax_cross_entropy linear_log_probs", {"kernel": KERNEL, "target_kernel": TARGET_KERNEL}
-    segments = {"data": X, "segment_ids": np.array([0, 2, 2, 0])}
-    return [
-        *garbage("squared_error l2_loss huber_loss log_cosh cosine_similarity cosine_distance", pair),
-        *garbage("hinge_loss perceptron_loss", {"predictor_outputs": X, "targets": 2 * BITS - 1}),
-        *garbage("sigmoid_binary_cross_entropy sigmoid_focal_loss sparsemax_loss", {"logits": X}, labels=BITS),
-        *garbage("softmax_cross_entropy poly_loss_cross_entropy ranking_softmax_loss", SOFT),
-        *garbage("softmax_cross_entropy_with_integer_labels log_probs", {"logits": X, "labels": LABELS}, SOME_ROWS),
-        *garbage(linear, {"features": X, "labels": LABELS}, SOME_ROWS, kernel=KERNEL),
-        *garbage("linear_kl_divergence", {"features": X, "target_features": X}, SOME_ROWS, **layers),
-        *garbage("linear_kl_divergence_with_top_k_targets", {"features": X, **top_k}, SOME_ROWS, kernel=KERNEL),
-        *garbage("kl_divergence generalized_kl_divergence", {"log_predictions": log_p, "targets": q}),
-        *garbage("kl_divergence_with_log_targets", {"log_predictions": log_p, "log_targets": np.log(q)}),
-        *garbage(multiclass, {"scores": X, "labels": LABELS}, SOME_ROWS),
-        *garbage("dice_loss multiclass_generalized_dice_loss", images, pixels),
-        *garbage("binary_dice_loss", {"predictions": X}, targets=BITS),
-        *garbage("smooth_labels", {"labels": P}, alpha=0.1),
-        *garbage("triplet_margin_loss", {"anchors": X, "positives": Y, "negatives": P}),
-        *garbage("ntxent", {"embeddings": X}, SOME_ROWS, labels=np.array([0, 1, 0, 1])),
-        *garbage("logsumexp softmax log_softmax layer_norm rms_norm standardize", {"x": X}),
-        *garbage("batch_norm group_norm l2_normalize sum mean var max min", {"x": X}),
-        *garbage("segment_sum segment_mean segment_var segment_max segment_min", segments, SOME_ROWS),
-        *garbage("segment_logsumexp segment_softmax segment_log_softmax segment_standardize", segments, SOME_ROWS),
-        *garbage("load_balancing_loss", {"router_probs": P, "expert_indices": EXPERTS}, SOME_ROWS),
-        *garbage("ragged_dot", {"lhs": X}, np.arange(ROWS) < 3, rhs=MATRICES, group_sizes=np.array([2, 0, 1])),
-        *garbage("router_z_loss", {"router_logits": X}, SOME_ROWS),
-        *garbage("info_nce_loss sigmoid_contrastive_loss", {"x": X, "y": Y}, SOME_ROWS, scale=0.5),
-    ]
-
-
-# The edges.
-
-
-def integer_label_cases() -> list[Case]:
-    op, losses, is_third = "softmax_cross_entropy_with_integer_labels", cross_entropy(X, LABELS), np.arange(ROWS) == 2
-    below, above = ({"logits": X, "labels": np.where(is_third, label, LABELS)} for label in (-1, CLASSES))
-    too_small, too_large = (f"label {label} of {CLASSES} classes" for label in (-1, CLASSES))
-    bad_losses = np.where(is_third, np.nan, losses)
-    behind = np.where(is_third, np.nan, np.max(X, 1) - X[np.arange(ROWS), LABELS])
-    live = np.ones(X.shape, bool)
-    live[0, LABELS[0]] = False
-    remaining = np.where(np.arange(ROWS) == 0, np.inf, losses)
-    masked_class, whole = {"logits": X, "labels": LABELS, "where": live}, np.round(X)
-    shifted = {"logits": whole + np.float32(1e5), "labels": LABELS}
-    return [
-        Case(op, too_small, below, {}, bad_losses),
-        Case(op, too_large, above, {}, bad_losses),
-        Case("log_probs", too_small, below, {}, -bad_losses),
-        Case("multiclass_perceptron_loss", too_large, {"scores": X, "labels": above["labels"]}, {}, behind),
-        Case(op, "label at a masked class", masked_class, {"logits": ~live}, remaining),
-        Case(op, "offset of 1e5", shifted, {}, cross_entropy(whole, LABELS)),
-    ]
-
-
-def soft_label_cases() -> list[Case]:
-    first, two_left = np.eye(3, dtype=np.float32)[:1], np.array([[True, True, False]])
-    ruled_out = {"logits": np.array([[2.0, -np.inf, 1.0]], np.float32), "labels": first}
-    certain = {"log_predictions": np.log(P[:1]), "targets": np.eye(CLASSES, dtype=np.float32)[:1]}
-    layers = {"features": X, "kernel": KERNEL, "target_features": X.copy(), "target_kernel": TARGET_KERNEL}
-    smoothed = {"labels": first, "alpha": 0.2, "where": two_left}
-    # As many rows as classes, to catch a mask on the wrong axis.
-    square, targets = X[:, :ROWS], softmax(Y[:, :ROWS]).astype(np.float32)
-    of_rows, p = {"logits": square, "labels": targets, "where": SOME_ROWS}, softmax(square)
-    poly = np.where(SOME_ROWS, np.sum(targets * (2 * (1 - p) - np.log(p)), 1), 0)
-    at_rows = {"logits": hidden_in(square, SOME_ROWS)}
-    return [
-        Case("softmax_cross_entropy", "logit -inf with label 0", ruled_out, {}, np.log1p(np.exp([-1.0]))),
-        Case("poly_loss_cross_entropy", "a mask of as many rows as classes", of_rows, at_rows, poly),
-        Case("kl_divergence", "a target of 0", certain, {}, -np.log(P[:1, 0])),
-        Case("linear_kl_divergence", "a student and its teacher", layers, {}, mean_divergence(**layers)),
-        Case("smooth_labels", "sums to 1", smoothed, {"labels": ~two_left}, np.array([[0.9, 0.1, 0.0]])),
-        Case("ranking_softmax_loss", "no list left", SOFT | {"where": NOTHING}, {"logits": ~NOTHING}, np.zeros(())),
-    ]
-
-
-def other_loss_cases() -> list[Case]:
-    zeros, sure = np.zeros((1, 3), np.float32), dict.fromkeys("xy", np.eye(2, dtype=np.float32))
-    frames, logits = np.array([[False] * 3, [False, True, True]]), np.zeros((2, 3, 4), np.float32)
-    ctc = {"logits": logits, "logit_paddings": frames, "labels": np.array([[2], [1]])}
+    linear, segments = (
+        "linear_softmax_cross_entropy linear_log_probs",
+        {"data": X, "segment_ids": np.array([0, 2, 2, 0])},
+    )
+    layers: Inputs = {"kernel": KERNEL, "target_kernel": TARGET_KERNEL}
+    experts: Inputs = {"rhs": floats(3, CLASSES, 2), "group_sizes": np.array([2, 0, 1])}
+    attention = {name: floats(1, 3, 1, 4) for name in ("query", "key", "value")}
+    keys, frames = np.array([[True, True, False]]), np.array([[False] * 3, [False, True, True]])
+    masks = {name: masked_in(attention[name], keys) for name in ("key", "value")}
+    attention["mask"] = np.broadcast_to(keys, (1, 1, 3, 3))
+    ctc = {"logits": floats(2, 3, 4), "logit_paddings": frames, "labels": np.array([[2], [1]])}
     ctc["label_paddings"] = np.zeros((2, 1), bool)
-    paths = -np.log([6 / 4**3, 1 / 4])  # the share of the alignments that give the label
-    experts = {"router_probs": P, "expert_indices": np.where(np.arange(2) == 1, -1, EXPERTS)}
-    shares = np.bincount(EXPERTS[:, 0], minlength=CLASSES) / ROWS
-    balance = np.asarray(CLASSES * np.sum(shares * np.float64(P).mean(0)))
-    rows, signs = {"x": X, "y": Y, "where": SOME_ROWS}, 2 * np.eye(3) - 1
-    z, at_rows = X[SOME_ROWS].astype(np.float64) @ Y[SOME_ROWS].T, hidden_in(X, SOME_ROWS)
-    info_nce = np.mean([cross_entropy(logits, np.arange(3)) for logits in (z, z.T)])
-    sigmoid = np.asarray(np.logaddexp(0, -signs * (z - 1)).sum() / 3)
-    hidden, padded = {"x": at_rows, "y": at_rows}, "padded rows are no negatives"
+    padding = {name: np.ones_like(x) for name, x in ctc.items() if name.endswith("paddings")}
     return [
-        Case("cosine_similarity", "a vector of zeros", {"predictions": zeros, "targets": zeros + 1}, {}, np.zeros(1)),
-        Case("ctc_loss", "garbage in padded frames", ctc, {"logits": hidden_in(logits, ~frames)}, paths),
-        Case("load_balancing_loss", "dropped assignments", experts, {}, balance),
-        Case("info_nce_loss", padded, rows, hidden, np.asarray(info_nce)),
-        Case("sigmoid_contrastive_loss", padded, rows | {"bias": np.float32(-1)}, hidden, sigmoid),
-        Case(
-            "info_nce_loss", "sure pairs: logits 30, 0", sure | {"scale": np.float32(30)}, {}, np.log1p(np.exp(-30.0))
-        ),
+        *_cases("squared_error l2_loss huber_loss log_cosh cosine_similarity cosine_distance", pair),
+        *_cases("hinge_loss perceptron_loss", {"predictor_outputs": X, "targets": 2 * BITS - 1}),
+        *_cases("sigmoid_binary_cross_entropy sigmoid_focal_loss sparsemax_loss", {"logits": X}, labels=BITS),
+        *_cases("softmax_cross_entropy poly_loss_cross_entropy ranking_softmax_loss", {"logits": X, "labels": P}),
+        *_cases("softmax_cross_entropy_with_integer_labels log_probs", {"logits": X, "labels": LABELS}, SOME_ROWS),
+        *_cases(linear, {"features": X, "labels": LABELS}, SOME_ROWS, kernel=KERNEL),
+        *_cases("linear_kl_divergence", {"features": X, "target_features": X}, SOME_ROWS, **layers),
+        *_cases("linear_kl_divergence_with_top_k_targets", {"features": X, **top_k}, SOME_ROWS, kernel=KERNEL),
+        *_cases("kl_divergence generalized_kl_divergence", {"log_predictions": log_p, "targets": q}),
+        *_cases("kl_divergence_with_log_targets", {"log_predictions": log_p, "log_targets": np.log(q)}),
+        *_cases(multiclass, {"scores": X, "labels": LABELS}, SOME_ROWS),
+        *_cases("dice_loss multiclass_generalized_dice_loss", images, pixels),
+        *_cases("binary_dice_loss", {"predictions": X}, targets=BITS),
+        *_cases("smooth_labels", {"labels": P}, alpha=0.1),
+        *_cases("triplet_margin_loss", {"anchors": X, "positives": Y, "negatives": P}),
+        *_cases("ntxent", {"embeddings": X}, SOME_ROWS, labels=np.array([0, 1, 0, 1])),
+        *_cases("softmax layer_norm rms_norm standardize batch_norm group_norm l2_normalize sum mean var", {"x": X}),
+        *_cases("logsumexp log_softmax max", {"x": X}, empty_output=-np.inf),
+        *_cases("min", {"x": X}, empty_output=np.inf),
+        *_cases("segment_sum segment_mean segment_var segment_softmax segment_standardize", segments, SOME_ROWS),
+        *_cases("segment_logsumexp segment_log_softmax segment_max", segments, SOME_ROWS, empty_output=-np.inf),
+        *_cases("segment_min", segments, SOME_ROWS, empty_output=np.inf),
+        *_cases("load_balancing_loss", {"router_probs": P, "expert_indices": EXPERTS}, SOME_ROWS),
+        *_cases("ragged_dot", {"lhs": X}, np.arange(ROWS) < 3, empty="group_sizes", **experts),
+        *_cases("router_z_loss", {"router_logits": X}, SOME_ROWS),
+        *_cases("info_nce_loss sigmoid_contrastive_loss", {"x": X, "y": Y}, SOME_ROWS, scale=0.5),
+        Case("ctc_loss", ctc, {"logits": masked_in(ctc["logits"], ~frames)}, padding, 0.0),
+        Case("dot_product_attention", attention, masks, {"mask": np.zeros((1, 1, 3, 3), bool)}, 0.0),
     ]
 
 
-def attention_cases() -> list[Case]:
-    inputs = {name: floats(1, 3, 1, 4) for name in ("query", "key", "value")}
-    one_masked_query = np.ones((1, 1, 3, 3), bool)
-    one_masked_query[0, 0, 1] = False
-    padded = np.broadcast_to(np.arange(3) < 2, (1, 1, 3, 3))
-    last, every = (hidden_in(inputs["key"], np.arange(3)[None] < number) for number in (2, 0))
-    calls = {
-        "garbage in a masked key": (padded, {"key": last}),
-        "garbage in a masked value": (padded, {"value": last}),
-        "a query with every key masked": (one_masked_query, {}),
-        "a context that is all padding": (np.zeros((1, 1, 3, 3), bool), {"key": every, "value": every}),
-    }
-    return [
-        Case("dot_product_attention", what, inputs | {"mask": mask}, hidden, attended(**inputs, mask=mask))
-        for what, (mask, hidden) in calls.items()
-    ]
-
-
-def row_cases() -> list[Case]:
-    """Norms, reductions and softmaxes of rows, with nothing left among others."""
-    x, zero, what = np.float32(1e4) + floats(2, 64), np.zeros((1, 3), np.float32), "mean 1e4, deviation 1"
-    inputs, hidden = {"x": X, "where": NOTHING}, {"x": ~NOTHING}
-    empty = {
-        "layer_norm rms_norm standardize group_norm l2_normalize softmax batch_norm": np.zeros(X.shape),
-        "sum mean var": np.zeros(ROWS),
-        "logsumexp max": np.full(ROWS, -np.inf),
-        "min": np.full(ROWS, np.inf),
-    }
-    return [
-        Case("layer_norm", what, {"x": x}, {}, standardized(x, 1, 1e-6)),
-        Case("standardize", what, {"x": x}, {}, standardized(x, 1, 1e-6)),
-        Case("batch_norm", what, {"x": x}, {}, standardized(x, 0, 1e-5)),
-        Case("l2_normalize", "a vector of zeros", {"x": zero}, {}, np.zeros((1, 3))),
-        *(Case(op, "nothing left", inputs, hidden, y) for ops, y in empty.items() for op in ops.split()),
-    ]
-
-
-def segment_cases() -> list[Case]:
-    """Rows of padding with the id -1, and no row of the segment 1."""
-    x, ids = np.array([1, 2, 4, 0], np.float32), np.array([0, 2, 2, -1])
-    expected = {
-        "segment_sum": np.array([1, 0, 6]),
-        "segment_mean": np.array([1, 0, 3]),
-        "segment_var": np.array([0, 0, 1]),
-        "segment_max": np.array([1, -np.inf, 4]),
-        "segment_softmax": np.array([1, *softmax(x[1:3]), 0]),
-    }
-    inputs, hidden = {"data": x, "segment_ids": ids}, {"data": ids == -1}
-    ones = {"data": np.ones(4096, np.float16), "segment_ids": np.zeros(4096, int)}
-    return [
-        *(Case(op, "garbage in padding of id -1", inputs, hidden, y) for op, y in expected.items()),
-        Case("segment_sum", "4096 ones in float16", ones, {}, np.array([4096, 0, 0])),
-    ]
-
-
-FAMILIES = garbage_cases, integer_label_cases, soft_label_cases, other_loss_cases, attention_cases, row_cases
-CASES = [case for cases in (*FAMILIES, segment_cases) for case in cases()]
+CASES = _all_cases()

@@ -2,19 +2,12 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from masksafe._report import _show
-from masksafe._report._verdict import Verdict
+from masksafe._report._verdict import judge, print_progress, print_table
 from masksafe.testing import assert_consistent, assert_gradients, assert_mask_safe
 
-
-class OwnFunction(NamedTuple):
-    """A function, its arguments, and by the index of an argument booleans, True where it is masked."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    masked: Mapping[int, Any]
+OwnFunction = tuple[Callable[..., Any], tuple[Any, ...], Mapping[int, Any]]
 
 
 class NotACaseError(Exception):
@@ -40,27 +33,23 @@ def load(name: str) -> OwnFunction:
     if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0]) and isinstance(made[2], Mapping)):
         expected = "a function, a tuple of its arguments, and a dict from the index of an argument to a mask"
         raise NotACaseError(f"{name}() returned {type(made).__name__}, expected {expected}")
-    return OwnFunction(*made)
+    return made
 
 
-def judge(name: str, own: OwnFunction) -> bool:
+def is_right(name: str, own: OwnFunction) -> bool:
     """Prints the verdicts, and what the tools found; True if all are right."""
     fn, args, masked = own
-    checks: dict[str, tuple[Callable[[], None], Verdict]] = {  # the tool, and the verdict if it fails
-        "what is masked touches nothing": (lambda: assert_mask_safe(fn, *args, masked=masked), Verdict.LEAKS),
-        "one answer, however it is run": (lambda: assert_consistent(fn, *args), Verdict.WRONG),
-        "derivatives are those of the value": (lambda: assert_gradients(fn, *args), Verdict.WRONG),
+    checks: dict[str, tuple[Callable[[], None], str]] = {  # the tool, and the verdict if it fails
+        "masked elements influence nothing": (lambda: assert_mask_safe(fn, *args, masked=masked), "leaks"),
+        "one answer, however it is run": (lambda: assert_consistent(fn, *args), "wrong"),
+        "derivatives are those of the value": (lambda: assert_gradients(fn, *args), "wrong"),
     }
-    verdicts, findings = dict.fromkeys(checks, Verdict.RIGHT), {}
-    for check, (tool, if_not) in checks.items():
-        try:
-            tool()
-        except Exception as error:  # the function may raise any
-            is_found = isinstance(error, AssertionError)
-            verdicts[check] = if_not if is_found else Verdict.REFUSED
-            findings[check] = str(error) if is_found else f"{type(error).__name__}: {error}"
-        _show.progress(f"{name}: {check}: {verdicts[check]}")
-    _show.table(name, ["", "verdict"], list(verdicts.items()))
-    for check, finding in findings.items():
-        print(f"{check}: {verdicts[check]}\n{finding}\n")
-    return not findings
+    found = {}
+    for check, tool in checks.items():
+        found[check] = judge([tool])
+        print_progress(f"{name}: {check}: {found[check][0]}")
+    print_table(name, ["", "verdict"], [(check, verdict) for check, (verdict, _) in found.items()])
+    for check, (verdict, finding) in found.items():
+        if verdict != "right":
+            print(f"{check}: {verdict}\n{finding}\n")
+    return all(verdict == "right" for verdict, _ in found.values())

@@ -1,104 +1,63 @@
-"""The verdict on a function in a case."""
+"""Verdicts from the tools of `masksafe.testing`, and tables of them."""
 
-import enum
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from masksafe._report._cases import Array, Case, Inputs
+from masksafe._report._cases import OPS, Case, X
+from masksafe.testing import assert_mask_safe
 
 
-class Verdict(enum.StrEnum):
-    """Verdicts in the order in which they are checked, the worst first."""
-
-    REFUSED = "refused"  # an error
-    NAN = "NaN"  # in the output or a gradient, where none belongs
-    LEAKS = "leaks"  # a masked value changes a result, or has a gradient
-    WRONG = "wrong"
-    RIGHT = "right"
-    ABSENT = "-"  # the library has no such function
-
-
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    return min(verdicts, key=list(Verdict).index)
+def judge(checks: Sequence[tuple[Callable[[], None], str]]) -> tuple[str, str]:
+    """Runs checks, each with its verdict if it fails; returns the verdict, and what the first to fail has found."""
+    for check, if_not in checks:
+        try:
+            check()
+        except AssertionError as error:
+            return if_not, str(error)
+        except Exception as error:  # an op, or a function of the user's, may raise any
+            return "refused", f"{type(error).__name__}: {error}"
+    return "right", ""
 
 
-class Result(NamedTuple):
-    """The output of a call and its gradients with respect to the float inputs."""
-
-    output: Array
-    gradients: dict[str, Array]
-
-
-Run = Callable[[Inputs], Result]
-
-_GARBAGE = {"f": (np.nan, np.inf, -3e4), "i": (-100, 2**31 - 1, -100), "b": (True, True, True)}
-_TOLERANCE = 2e-3
+def judge_case(case: Case) -> tuple[str, str]:
+    op, names = OPS[case.op], [*case.inputs]
+    call = jax.jit(lambda *inputs: op(**dict(zip(names, inputs, strict=True))))
+    masked = {names.index(name): mask for name, mask in case.masked.items()}
+    gone = lambda: assert_mask_safe(call, *case.inputs.values(), masked=masked, order=1, transforms=("jit",))  # noqa: E731
+    return judge([(gone, "leaks"), (lambda: _assert_values(call, case), "wrong")])
 
 
-def in_jax(op: Callable[..., Any]) -> Run:
-    """One program of the output and its gradients, for all that may stand under the mask."""
-
-    @jax.jit
-    def output_and_gradients(inputs: Inputs) -> Any:
-        floats = {name: x for name, x in inputs.items() if x.dtype.kind == "f"}
-        output, reverse = jax.vjp(lambda floats: jnp.asarray(op(**{**inputs, **floats})), floats)
-        weights = jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype)
-        return output, *reverse(weights)
-
-    return lambda inputs: Result(*jax.tree.map(np.float64, output_and_gradients(jax.tree.map(jnp.asarray, inputs))))
-
-
-def judge(case: Case, run: Run) -> Verdict:
-    """Runs a case with harmless values and with garbage under the mask, and judges the results."""
-    try:
-        results = [run(inputs) for inputs in _filled(case)]
-    except Exception:  # a peer may refuse with any error
-        return Verdict.REFUSED
-    clean, *dirty = results
-    # The harmless result may be infinite, as a logsumexp of nothing is, but not NaN.
-    expected = np.where(np.isnan(clean.output), 0, clean.output) if case.expected is None else case.expected
-    if any(_has_stray_nan(result, expected) for result in results):
-        return Verdict.NAN
-    if any(_differ(clean, other) for other in dirty) or any(_has_hidden_gradient(case, r) for r in results):
-        return Verdict.LEAKS
-    return Verdict.RIGHT if _is_right(clean, expected) else Verdict.WRONG
+def _assert_values(call: Callable[..., Any], case: Case) -> None:
+    """Asserts that bad labels give NaN and nothing else does, and that the output is right with everything masked."""
+    run = lambda **changed: np.asarray(call(*(case.inputs | changed).values()))  # noqa: E731
+    _assert_equal("NaN", np.isnan(run()), False)
+    _assert_equal("output with everything masked", run(**case.empty), case.empty_output)
+    labels = case.inputs["labels"] if "labels" in case.masked else np.zeros(0)
+    classes = case.inputs.get("kernel", X).shape[-1]
+    for label in (-1, classes) if labels.dtype.kind == "i" else ():
+        is_first = np.arange(labels.size) == 0
+        nan = np.isnan(run(labels=np.where(is_first, label, labels)))
+        _assert_equal(f"NaN for label {label} of {classes} classes", nan, is_first if nan.ndim else True)
 
 
-def _filled(case: Case) -> list[Inputs]:
-    """The inputs with 0 under the mask, and with each kind of garbage."""
-    fillings = [dict(case.inputs) for _ in range(4 if case.hidden else 1)]
-    for name, hidden in case.hidden.items():
-        x = case.inputs[name]
-        for inputs, value in zip(fillings, (0, *_GARBAGE[x.dtype.kind]), strict=True):
-            inputs[name] = np.where(hidden, np.asarray(value, x.dtype), x)
-    return fillings
+def _assert_equal(what: str, found: np.ndarray, expected: Any) -> None:
+    if not (found == expected).all():
+        raise AssertionError(f"{what}: got {found.tolist()}, expected {np.asarray(expected).tolist()}")
 
 
-def _has_stray_nan(result: Result, expected: Array) -> bool:
-    """A NaN or infinity where the output should be finite, or a NaN in a gradient if no output should be NaN."""
-    belongs = np.isfinite(expected) if result.output.shape == expected.shape else True
-    if not np.isfinite(result.output[belongs]).all():
-        return True
-    return not np.isnan(expected).any() and any(np.isnan(g).any() for g in result.gradients.values())
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print(title)
+    for row in (header, ["-" * width for width in widths], *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print()
 
 
-def _differ(a: Result, b: Result) -> bool:
-    return not all(jax.tree.leaves(jax.tree.map(lambda x, y: np.array_equal(x, y, equal_nan=True), a, b)))
-
-
-def _has_hidden_gradient(case: Case, result: Result) -> bool:
-    return any(result.gradients[name][hidden].any() for name, hidden in case.hidden.items() if name in result.gradients)
-
-
-def _is_right(result: Result, expected: Array) -> bool:
-    """Whether the values are right and, if a bad label makes some NaN, the gradient is NaN in those rows only."""
-    finite = np.abs(expected[np.isfinite(expected)])
-    error = _TOLERANCE * np.max(finite, initial=0) + np.finfo(np.float32).tiny
-    if result.output.shape != expected.shape or not np.allclose(result.output, expected, 0, error, equal_nan=True):
-        return False
-    gradient = next(iter(result.gradients.values()))
-    return not np.isnan(expected).any() or np.array_equal(np.isnan(gradient).any(-1), np.isnan(expected))
+def print_progress(line: str) -> None:
+    """Prints a line at once, apart from the report, if somebody watches."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)

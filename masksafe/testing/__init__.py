@@ -1,4 +1,4 @@
-"""Assertions with which users prove that their own code keeps what masksafe promises for its ops."""
+"""Assertions with which users prove that their own code keeps the contract of masksafe."""
 
 from masksafe.testing._consistent import CONSISTENCY_MODES, assert_consistent
 from masksafe.testing._gradients import assert_gradients

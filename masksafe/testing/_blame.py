@@ -63,8 +63,8 @@ def _find_unreached(replay: Replay, reached: Masks) -> Iterator[Blame]:
 class _Walk:
     """One walk back.
 
-    A NaN is explained by the NaN that it came from. The first walk does not follow infinities beside such a NaN; the
-    second one, which gets what the first has reached, does.
+    A NaN is explained by the NaN that it came from. The first walk does not follow infinities beside such a NaN. The
+    second walk, which knows what the first has reached, does.
     """
 
     def __init__(self, replay: Replay, reached_before: Masks | None = None) -> None:

@@ -116,7 +116,7 @@ def assert_consistent(
 
 
 def _flatten(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Function, dict[str, Any]]:
-    """The function of the arrays among the arguments, and these by names such as "argument 0['w']"."""
+    """The function of the arrays among the arguments, and these arrays by names such as "argument 0['w']"."""
     paths, tree = jax.tree_util.tree_flatten_with_path(args)
     leaves = [leaf for _, leaf in paths]
     positions = [i for i, leaf in enumerate(leaves) if _is_numeric(leaf)]

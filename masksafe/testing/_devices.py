@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from masksafe.testing._rules import names
 
@@ -26,17 +27,28 @@ class Device:
 
     def __init__(self, sizes: dict[str, int], number: int) -> None:
         self._sizes = sizes
-        self._place = dict(zip(sizes, np.unravel_index(number, tuple(sizes.values())), strict=True))
+        self.place = dict(zip(sizes, map(int, np.unravel_index(number, tuple(sizes.values()))), strict=True))
 
     def part(self, shape: tuple[int, ...], spec: Sequence[Any]) -> tuple[slice, ...]:
         """The slices of the device's part of an array of `shape` that is split according to `spec`."""
         slices = []
         for size, entry in zip(shape, (*spec, *(None,) * (len(shape) - len(spec))), strict=True):
             axes = [a for a in ((entry,) if isinstance(entry, str) else entry or ()) if a in self._sizes]
-            number = functools.reduce(lambda n, a: n * self._sizes[a] + int(self._place[a]), axes, 0)
+            number = functools.reduce(lambda n, a: n * self._sizes[a] + self.place[a], axes, 0)
             length = size // math.prod(self._sizes[a] for a in axes)
             slices.append(slice(number * length, (number + 1) * length))
         return tuple(slices)
+
+
+def holder_of(array: Any, index: Sequence[int]) -> dict[str, int]:
+    """Where, along the mesh axes that split an array, the device is that holds the element at `index`."""
+    place: dict[str, int] = {}
+    if isinstance(array.sharding, NamedSharding):
+        for i, size, entry in zip(index, array.shape, array.sharding.spec, strict=False):
+            axes = (entry,) if isinstance(entry, str) else entry or ()
+            sizes = {axis: array.sharding.mesh.shape[axis] for axis in axes}
+            place |= Device(sizes, i * math.prod(sizes.values()) // size).place if axes else {}
+    return place
 
 
 def mesh_axes(params: dict[str, Any]) -> dict[str, int]:
@@ -75,7 +87,7 @@ class Exchange:
     def connections(self) -> np.ndarray:
         """Whether the elements that device k gets depend on those of device i at the same index, at `[i, k]`."""
         connected = np.zeros((self.num_devices, self.num_devices), bool)
-        for base in (0.0, 1.0):  # 0 shows the connections of a maximum, 1 those of a minimum
+        for base in (0.0, 1.0):  # 0 shows the connections of a maximum, 1 shows those of a minimum
             usual = np.full(self.num_devices, base, np.float32)
             for i in range(self.num_devices):
                 changed = np.where(np.arange(self.num_devices) == i, 1 - usual, usual)

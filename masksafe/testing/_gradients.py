@@ -45,7 +45,7 @@ def assert_gradients(
       *args: arrays or pytrees of arrays at which `fn` is smooth. Derivatives are taken with respect to their floats.
       order: the highest derivative to check, 1 or more.
       modes: "fwd", "rev" or both. A `jax.custom_vjp` function of another library has reverse mode only.
-      rtol: allowed relative error against finite differences; by default that of `jax.test_util.check_grads`.
+      rtol: allowed relative error against finite differences; by default the one of `jax.test_util.check_grads`.
       atol: allowed absolute error; by default the same.
       seed: the seed of the random directions in which the modes are compared.
 

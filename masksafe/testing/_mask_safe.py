@@ -38,7 +38,7 @@ def assert_mask_safe(
       respect to every masked one;
     * so are Hessian-vector products, forward over reverse and reverse over reverse.
 
-    Gradients are those of a random linear combination of the outputs with respect to the floats of every argument,
+    Gradients are taken of a random linear combination of the outputs, with respect to the floats of every argument,
     masked or not. If the axes of the arguments' mesh are explicit, `jax.set_mesh` has to be around the call.
 
     Args:
@@ -57,7 +57,7 @@ def assert_mask_safe(
         values and gradients only, for one garbage in all arguments at once: the first one). All but the last may
         pass `argmax(x * mask)` with a boolean mask, since XLA makes a selection of such a product.
       seed: the seed of all random numbers.
-      empty: the arguments of a call in which everything is masked. Its outputs and gradients must be finite, and those
+      empty: the arguments of a call in which everything is masked. Its outputs and gradients must be finite, and the
         arguments that have masked elements must influence nothing there.
 
     Raises:
@@ -104,7 +104,7 @@ def assert_mask_safe(
         for filling in [call.worst_filling()] if by_operation else call.fillings():
             _assert_gone(run(filling.args), expected, call, filling, transform)
     if empty is not None:
-        _assert_nothing_is_left(_probe(fn, empty, output_mask, min(order, 1), rng), call, empty)
+        _assert_empty_is_safe(_probe(fn, empty, output_mask, min(order, 1), rng), call, empty)
 
 
 # The quantities to compare: the value, and each derivative with respect to each argument.
@@ -332,8 +332,8 @@ def _describe(i: int, arg: Tree, mask: Tree) -> str:
     return f"{i}, {leaves}, {masked} of {total} elements masked"
 
 
-def _assert_nothing_is_left(probe: Callable[..., Quantities], call: _Call, empty: tuple[Any, ...]) -> None:
-    """Asserts that `empty` gives finite results, and that its arrays which the call masks influence nothing there."""
+def _assert_empty_is_safe(probe: Callable[..., Quantities], call: _Call, empty: tuple[Any, ...]) -> None:
+    """Asserts that a call with `empty` is finite, and that arrays with masks in `call` influence nothing there."""
     __tracebackhide__ = True
     run = _transformed(probe, "jit")
     expected = run(empty)
@@ -376,7 +376,7 @@ def _check_arguments(
         expected = f"positions of arguments, in [0, {len(args)})"
         raise ValueError(message(_OP, "masked", f"keys {sorted(masked)}", expected))
     if empty is not None and len(empty) != len(args):
-        raise ValueError(message(_OP, "empty", f"{len(empty)} arguments", f"{len(args)}, those of a call"))
+        raise ValueError(message(_OP, "empty", f"{len(empty)} arguments", f"{len(args)}, as many as in a call"))
 
 
 def _check_garbage(call: _Call) -> None:

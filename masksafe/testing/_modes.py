@@ -22,14 +22,14 @@ from masksafe.testing._trees import as_double, is_float, only_floats, replace_fl
 
 Function = Callable[..., dict[str, Any]]
 Transform = Callable[[Function], Function]
-Results = Iterable[tuple[str, dict[str, Any]]]  # by the name of the way, "" if it is that of the mode
+Results = Iterable[tuple[str, dict[str, Any]]]  # by the name of the way, "" for a mode with one way
 
 
 class Mode(NamedTuple):
     run: Callable[[Function, list[Any]], Results]
     is_derived: bool = False  # whether it differentiates the function
     has_many_ways: bool = False  # whether one mode alone may yield results to compare
-    before_gradient: Transform = lambda fn: fn  # what it does to a function before that is differentiated
+    before_gradient: Transform = lambda fn: fn  # how it changes a function that is then differentiated
 
 
 def _jit(fn: Function, arrays: list[Any]) -> Results:
@@ -37,7 +37,7 @@ def _jit(fn: Function, arrays: list[Any]) -> Results:
 
 
 def _in_batch(transform: Transform, axis: int, fn: Function, arrays: list[Any]) -> Results:
-    """The arrays as the second of a batch, after others in the same range, whose results are ignored."""
+    """The arrays as the second element of a batch; the first has the same range, and its results are ignored."""
     if arrays:
         batch = [jnp.stack([jnp.flip(a), a], axis) for a in arrays]
         yield "", {name: leaf[1] for name, leaf in jax.jit(transform(fn))(*batch).items()}

@@ -8,7 +8,7 @@ source.
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import masksafe
 from masksafe._core.arguments import as_array, message
 from masksafe._core.call_site import is_of_user
 from masksafe.testing._blame import Blame, blame
-from masksafe.testing._replay import Operation, Replay, Value, frames_of, place_of
+from masksafe.testing._devices import holder_of
+from masksafe.testing._replay import Operation, Replay, Value, frames_of, is_in_reverse_pass, place_of
 from masksafe.testing._rules import names
 from masksafe.testing._trees import check_addressable, first_index, is_float, only_floats, replace_floats
 
@@ -42,6 +43,8 @@ class NonfiniteSource:
       inputs: the values of the inputs at that index, for an elementwise equation.
       note: a remark, or "".
       inside_of: the op of masksafe that has the equation, such as "masksafe.softmax"; "" for the user's own equations.
+      in_reverse_pass: whether the equation is in the reverse pass of a gradient.
+      device: the place, along the mesh axes, of the device that has the first bad element.
     """
 
     primitive: str
@@ -53,13 +56,17 @@ class NonfiniteSource:
     inputs: tuple[float, ...]
     note: str = ""
     inside_of: str = ""
+    in_reverse_pass: bool = False
+    device: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         values = f" from {', '.join(f'{v:g}' for v in self.inputs)}" if self.inputs else ""
         inside = f" inside of {self.inside_of}" if self.inside_of else ""
+        reverse = " in the reverse pass" if self.in_reverse_pass else ""
+        device = f" on the device {', '.join(f'{axis}={i}' for axis, i in self.device.items())}" if self.device else ""
         return (
-            f"{self.primitive}{inside} gives {self.value:g}{values}, at {self.place}\n"
-            f"    {self.count} bad of {self.result}, the first at index {self.index}"
+            f"{self.primitive}{inside} gives {self.value:g}{values}{reverse}, at {self.place}\n"
+            f"    {self.count} bad of {self.result}, the first at index {self.index}{device}"
         ) + (f"\n    {self.note}" if self.note else "")
 
 
@@ -76,7 +83,10 @@ class NonfiniteReport:
 
     An equation has the fields `primitive`, `place` (the user's line of code), `result` (dtype and shape), `count` (of
     the bad elements), `index` and `value` (of the first one), `inputs` (their values at that index, for an elementwise
-    equation), `note`, and `inside_of` (the op of masksafe that has the equation, or "" if it is the user's own).
+    equation), `note`, `inside_of` (the op of masksafe that has the equation, or "" if it is the user's own),
+    `in_reverse_pass`, and `device`: where the device that has the first bad element is along the mesh axes, such as
+    `{"data": 2}`. In a `jax.shard_map` each device has an entry of its own, with shapes and indices of its part;
+    elsewhere they are those of the whole array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -134,6 +144,10 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
     detects a bad element and answers with a NaN of its own, as `jnp.where(jnp.isfinite(x).all(), y, jnp.nan)` does.
     Then the report goes back to the equation that made the bad element. A NaN chosen because of finite values is itself
     a source. If masksafe wrote it because of a bad label, the `note` names the op and `masksafe.label_checks`.
+
+    What JAX computes for a gradient during the forward pass, such as the factor 1 / (2 sqrt(x)), counts as forward, and
+    what `jax.checkpoint` computes again as reverse. A `jax.shard_map` that cannot be replayed is run whole, and its
+    entries name no equation within it; arrays whose sharding only XLA knows have no `device`.
 
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays.
@@ -225,6 +239,8 @@ def _describe_source(found: Blame) -> NonfiniteSource:
         inputs=tuple(np.broadcast_to(v.array, result.shape)[index].item() for v in value.inputs if is_elementwise),
         note=_note(found, op),
         inside_of=f"masksafe.{'losses.' if hasattr(masksafe.losses, op.__name__) else ''}{op.__name__}" if op else "",
+        in_reverse_pass=is_in_reverse_pass(value.callers),
+        device=value.device or holder_of(value.array, index),
     )
 
 

@@ -5,6 +5,7 @@ scan or a while, the solver of a custom_linear_solve, every device of a shard_ma
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,16 +22,16 @@ from masksafe.testing._decisions import NOTHING, find_decided
 from masksafe.testing._devices import EXCHANGES, Device, Exchange, mesh_axes
 from masksafe.testing._rules import KINDS, names
 
-# Primitives that only run the program in one of their parameters, and the names of that parameter.
+# Primitives that only run a program, and the names of the parameter that has it.
 CALLS = names("call closed_call custom_jvp_call custom_vjp_call custom_vmap_call jit remat2")
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-# Those whose program only combines two numbers: beginnings of names.
+# Beginnings of the names of primitives whose program only combines two numbers.
 _COMBINING = ("reduce", "scatter", "select_and_")
 # Those that only change the mesh axes over which an array in a shard_map is said to vary.
 RETYPINGS = names("pbroadcast pvary reduced_vary_cast vary_unreduced_cast")
 # Those that move an array between devices.
 PLACEMENTS = names("device_put reshard sharding_constraint")
-# They pass on a NaN that the program wrote as one that it wrote.
+# What these compute from a NaN that the program wrote counts as such a NaN, too.
 ARITHMETIC = names("add div mul sub")
 
 
@@ -38,9 +39,9 @@ Callers = tuple[Any, ...]  # an equation and those that called it, the innermost
 
 
 class Value:
-    """An array that the program has, compared by identity: result `k` of an operation, unless it was there before."""
+    """An array of a program, compared by identity: an argument, a constant, or result `k` of an operation."""
 
-    is_constant: bool  # a number in the program, or computed only from such
+    is_constant: bool  # a number in the program, or computed only from such numbers
     is_discrete: bool  # not of floats, or computed only from discrete values
 
     def __init__(
@@ -54,15 +55,17 @@ class Value:
     ) -> None:
         self.array, self.operation, self.callers, self.k = array, operation, callers, k
         self.inputs: Sequence[Value] = inputs
+        # Where the device is along the axes of the shard_map, and of those around it, in which the value is computed.
+        self.device: dict[str, int] = next((v.device for v in inputs if v.device), {})
         self.is_written = is_written
         self.is_captured = is_written and array.ndim > 0  # an array from the function's closure
         is_inexact, is_number = jnp.issubdtype(array.dtype, jnp.inexact), is_written and array.ndim == 0
         self.bad = ~np.asarray(jnp.isfinite(array)) if is_inexact else np.zeros(array.shape, bool)
         self.is_bad = bool(is_inexact and self.bad.any())
-        of_constants = operation is not None and operation.kind != "exchange" and all(v.is_constant for v in inputs)
-        of_discrete = operation is not None and all(v.is_discrete for v in inputs)
-        self.is_constant = is_number or (of_constants and not self._is_made_bad())
-        self.is_discrete = not is_inexact or is_number or of_discrete
+        from_constants = operation is not None and operation.kind != "exchange" and all(v.is_constant for v in inputs)
+        from_discrete = operation is not None and all(v.is_discrete for v in inputs)
+        self.is_constant = is_number or (from_constants and not self._is_made_bad())
+        self.is_discrete = not is_inexact or is_number or from_discrete
         self.is_written_nan = self.is_bad and self._is_written_nan()
         # Which elements have their value because others are bad.
         self.decided = NOTHING if operation is None else find_decided(self)
@@ -86,7 +89,7 @@ class Value:
 
 
 class Operation:
-    """The operation of an equation, shared by all of its runs."""
+    """The operation of an equation, which all of its runs share."""
 
     def __init__(self, equation: Any, in_shard_map: bool) -> None:
         self.name: str = equation.primitive.name
@@ -105,7 +108,7 @@ class Operation:
         return any(True for _ in core.jaxprs_in_params(self.params)) and not self.name.startswith(_COMBINING)
 
     def derivative(self, k: int, i: int, *, is_ahead: bool) -> Callable[..., Any]:
-        """The function from a tangent of operand i to that of output k, at `arrays`; back, of a cotangent."""
+        """The function from a tangent of operand i to the tangent of output k; back, the same of cotangents."""
         params = self.params
         if not jnp.issubdtype(params.get("preferred_element_type") or jnp.float32, jnp.inexact):
             params = params | {"preferred_element_type": None}  # for operands that are floats instead of integers
@@ -151,11 +154,16 @@ def frames_of(callers: Callers) -> Iterator[Any]:
 
 
 def place_of(callers: Callers) -> str:
-    """The innermost of these lines that is neither masksafe's nor JAX's."""
+    """The innermost line of code that is neither masksafe's nor JAX's."""
     for frame in frames_of(callers):
         if is_of_user(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"
     return "an unknown line"
+
+
+def is_in_reverse_pass(callers: Callers) -> bool:
+    """Whether JAX made the equation, or one that called it, by transposing."""
+    return any("transpose(" in str(equation.source_info.name_stack) for equation in callers)
 
 
 def _shard_map_of(callers: Callers) -> Any:
@@ -169,8 +177,8 @@ Values = list[Value]
 class Replay:
     """The values of a program in the order in which they are computed, and its outputs.
 
-    An equation is run for several devices at once, those of a shard_map; elsewhere for one. Inputs and outputs are
-    lists, with the values of each device.
+    In a shard_map an equation is run for all devices at once, elsewhere for one. Inputs and outputs are lists, with the
+    values of each device.
     """
 
     def __init__(self, program: Any, arguments: Sequence[Value]) -> None:
@@ -182,7 +190,7 @@ class Replay:
         jaxpr, consts = programs.open_program(program)
         captured = [Value(jnp.asarray(c), is_written=True) for c in consts]
         variables = [*jaxpr.constvars, *jaxpr.invars]
-        known = [dict(zip(variables, [*captured, *of_device], strict=True)) for of_device in arguments]
+        known = [dict(zip(variables, [*captured, *values], strict=True)) for values in arguments]
 
         def read(values: dict[Any, Value], atom: Any) -> Value:
             if isinstance(atom, core.Literal):
@@ -272,15 +280,15 @@ class Replay:
             xs = [[self._note(part, [x], [x.array[at]], callers)[0] for x in values[first_x:]] for values in inputs]
             arguments = [[*c, *carry, *x] for c, carry, x in zip(consts, carries, xs, strict=True)]
             results = self._program(program, arguments, callers)
-            carries = [of_device[:num_carry] for of_device in results]
-            ys.append([of_device[num_carry:] for of_device in results])
+            carries = [values[:num_carry] for values in results]
+            ys.append([values[num_carry:] for values in results])
         ys, gathered = ys[::-1] if is_reversed else ys, Structure("scan", "gathered", range(length))
         outputs = []
         for n, carry in enumerate(carries):
             stacked = [Value(jnp.zeros(var.aval.shape, var.aval.dtype)) for var in equation.outvars[num_carry:]]
-            for y, column in enumerate(zip(*(of_step[n] for of_step in ys), strict=True)):
+            for i, column in enumerate(zip(*(y[n] for y in ys), strict=True)):
                 array = jnp.stack([value.array for value in column])
-                (stacked[y],) = self._note(gathered, [*column], [array], callers)
+                (stacked[i],) = self._note(gathered, [*column], [array], callers)
             outputs.append(carry + stacked)
         return outputs
 
@@ -313,6 +321,7 @@ class Replay:
         for array, spec, parts in zip(arrays, params["out_specs"], zip(*outputs, strict=True), strict=True):
             places = [device.part(array.shape, spec) for device in devices]
             gathered += self._note(Structure("shard_map", "gathered", places), [*parts], [array], callers)
+            gathered[-1].device = next((v.device for v in inputs if v.device), {})
         return gathered
 
     def _part(self, value: Value, device: Device, spec: Any, callers: Callers) -> Value:
@@ -322,19 +331,24 @@ class Replay:
             part = jax.device_put(array, min(array.devices(), key=lambda device: device.id))[at]
         else:
             part = jnp.asarray(np.asarray(array)[at])
-        return self._note(Structure("shard_map", "part", at), [value], [part], callers)[0]
+        (held,) = self._note(Structure("shard_map", "part", at), [value], [part], callers)
+        held.device = value.device | device.place
+        return held
 
     def _exchange(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
         """What each device receives."""
         shard_map = _shard_map_of(callers)
         if shard_map is None:
             raise NotImplementedError("nonfinite_report: got an exchange between devices outside of jax.shard_map.")
-        exchange = self._operations.setdefault(id(equation), Exchange(equation, mesh_axes(shard_map.params)))
+        sizes = mesh_axes(shard_map.params)
+        exchange = self._operations.setdefault(id(equation), Exchange(equation, sizes))
         if len(inputs) < exchange.num_devices:
             raise NotImplementedError("Some devices are at another place of the program.")
         operands = [[*values] for values in zip(*inputs, strict=True)] if equation.invars else [[]]
         received = [self._run(exchange, values, callers) for values in operands]
-        return [[*of_device] for of_device in zip(*received, strict=True)]
+        for number, value in itertools.chain(*map(enumerate, received)):
+            value.device = value.device | Device(sizes, number).place
+        return [[*values] for values in zip(*received, strict=True)]
 
 
 # Primitives whose programs need more than a call.

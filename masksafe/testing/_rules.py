@@ -5,7 +5,7 @@ from elements of a result back. `Way.spread_decision` does the same for the elem
 selection is also decided by its predicate, an `or` that is True by the operands that are True, a count other than 0 by
 the elements that were counted.
 
-JAX's primitives are known by their names. A test holds every name to those of the JAX at hand.
+JAX's primitives are known by their names. A test compares all names with the primitives of the installed JAX.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -2,8 +2,7 @@
 
 import pytest
 from report import fine_tuning
-
-from masksafe._report._verdict import Verdict
+from verdicts import Verdict
 
 
 @pytest.fixture(scope="module")

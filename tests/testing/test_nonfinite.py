@@ -235,7 +235,7 @@ def test_what_an_op_makes_and_hides_is_named_as_its_own(grad):
 def test_what_a_reverse_rule_makes_is_named_as_its_op():
     loss = lambda x, weights: (weights * masksafe.softmax(x)).sum()  # noqa: E731
     report = nonfinite_report(loss, X, jnp.array([jnp.inf, 1.0, 2.0]), grad=True)
-    assert "sub inside of masksafe.softmax gives nan from inf, inf, at" in str(report)
+    assert "sub inside of masksafe.softmax gives nan from inf, inf in the reverse pass, at" in str(report)
 
 
 def test_a_function_that_an_op_calls_is_the_users_own():
@@ -407,6 +407,7 @@ def test_shard_map_is_replayed(fn, axis_type):
     assert {source.primitive for source in report.sources} == {"log"}
     assert f"{__file__}:" in report.first.place
     assert (report.first.index, report.first.inputs, report.first.note) == ((0, 1), (-1.0,), "")
+    assert report.first.device == {"a": 1, "b": 0}
 
 
 @pytest.mark.forms
@@ -423,6 +424,7 @@ def test_constant_of_one_device_in_a_shard_map(grad):
     report = nonfinite_report(fn, x, grad=grad)
     assert report.outputs[0].endswith("2 of 4 elements, the first at index (2,)")
     assert (report.first.primitive, report.first.note) == ("select_n", "")
+    assert report.first.device == {"a": 1}
 
 
 @pytest.mark.forms

@@ -57,6 +57,43 @@ def test_a_nan_is_found_on_its_device(split, grad):
     report = nonfinite_report(lambda x: jnp.sum(jnp.log(x)), x, grad=grad)
     assert report.first.index == (6,)
     assert report.first.primitive == ("div" if grad else "log")
+    assert report.first.device == {"rows": 6}
+    assert report.first.in_reverse_pass == grad
+
+
+ON_FOUR = {
+    "shard_map": lambda fn, mesh: jax.shard_map(fn, mesh=mesh, in_specs=ROWS_AND_COLUMNS, out_specs=ROWS_AND_COLUMNS),
+    "jit": lambda fn, mesh: jax.jit(fn),
+}
+ROWS_AND_COLUMNS = PartitionSpec("a", "b")
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["value", "gradient"])
+@pytest.mark.parametrize("how", ON_FOUR)
+def test_the_device_and_the_pass_that_have_a_nan_first(how, grad):
+    mesh = jax.make_mesh((2, 2), ("a", "b"))
+    x = np.ones((4, 4), np.float32)
+    x[2, 1] = 0
+    x = jax.device_put(x, NamedSharding(mesh, ROWS_AND_COLUMNS))
+    report = nonfinite_report(ON_FOUR[how](lambda x: jnp.log(x) * 2, mesh), x, grad=grad)
+    (source,) = report.sources
+    assert source.device == {"a": 1, "b": 0}
+    assert source.in_reverse_pass == grad
+    assert source.index == ((0, 1) if how == "shard_map" else (2, 1))
+    assert "on the device a=1, b=0" in str(source)
+    assert ("in the reverse pass" in str(source)) == grad
+
+
+def test_what_a_device_gets_from_another_is_bad_there_first():
+    mesh, spec = jax.make_mesh((2,), ("a",)), PartitionSpec("a")
+
+    def fn(x):
+        received = jax.lax.ppermute(x, "a", [(0, 1), (1, 0)])
+        return jnp.where(jax.lax.axis_index("a") == 0, jnp.log(received), 0.0)
+
+    x = jax.device_put(jnp.array([1.0, -1.0]), NamedSharding(mesh, spec))
+    (source,) = nonfinite_report(jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec), x).sources
+    assert (source.primitive, source.device) == ("log", {"a": 0})
 
 
 # The second process asks alone, and must not wait for the first: not for a refusal, and not with a copy of its own.
