@@ -65,7 +65,7 @@ def next_tokens(
     if segment_ids is not None:
         segment_ids = arguments.as_integer_array(op, "segment_ids", segment_ids)
         segment_ids = arguments.at_rank_of(op, "segment_ids", segment_ids, tokens.shape, "tokens")
-    where = masks.as_mask_of(op, where, tokens.shape, "tokens")
+    where = masks.read_mask(op, where, tokens.shape, "tokens")
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
     return _next_tokens(arguments.as_size(op, "steps", steps, 1), devices, tokens, segment_ids, where)
 

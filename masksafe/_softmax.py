@@ -18,7 +18,7 @@ from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.derivatives import computed_once, rule
 from masksafe._core.exponentials import Exponentials, largest_or_lowest
-from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.masks import read_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import are_whole
@@ -107,7 +107,7 @@ def logsumexp(
     op = "logsumexp"
     a, b = _as_numbers(op, "a", a), None if b is None else _as_numbers(op, "b", b)
     shape = a.shape if b is None else broadcast_shapes(op, a=a.shape, b=b.shape)
-    axes, where = canonical_axes(op, axis, len(shape)), as_mask_of(op, where, shape, "a")
+    axes, where = canonical_axes(op, axis, len(shape)), read_mask(op, where, shape, "a")
     keepdims, return_sign = as_bool(op, "keepdims", keepdims), as_bool(op, "return_sign", return_sign)
     return _reduce_exps((axes, keepdims, return_sign), a, b, where)
 
@@ -187,7 +187,7 @@ def _check_arguments(
     op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> tuple[Array, Axes, Array | None]:
     x = as_promoted_float_array(op, "x", x, any_width=True)
-    return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)
+    return x, canonical_axes(op, axis, x.ndim), read_mask(op, where, x.shape)
 
 
 def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:

@@ -1,12 +1,12 @@
 """Selecting under a mask, and reading the argument `where`."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_array, as_real_array, at_rank_of, message
+from masksafe._core.arguments import as_array, as_real_array, at_rank_of, leading_axes_hint, message
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Axes
 
@@ -48,15 +48,45 @@ def as_mask(op: str, argument: str, value: object) -> Array:
     return array
 
 
-def as_mask_of(op: str, where: object, shape: Sequence[int], of: str = "x") -> Array | None:
-    """The argument `where` of an op, reshaped to the rank of `shape`, the shape of `of`, but not expanded; or None."""
-    return None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, of)
+MaskRule = Literal["elements", "tokens", "elements or rows", "classes or rows"]
 
 
-def as_whole_mask_of(op: str, where: object, shape: tuple[int, ...], of: str) -> Array | None:
-    """The argument `where` of an op, expanded to `shape`, the shape of `of`; or None."""
-    where = as_mask_of(op, where, shape, of)
-    return None if where is None else jnp.broadcast_to(where, shape)
+def read_mask(
+    op: str,
+    where: object,
+    shape: tuple[int, ...],
+    of: str = "x",
+    rule: MaskRule = "elements",
+    axes: Axes = (),
+    rank_of_classes: int | None = None,
+) -> Array | None:
+    """The argument `where` of an op, at the rank of `shape`, the shape of `of`, but not expanded; or None.
+
+    The rules are those of the table "Masks of lower rank" in docs/getting_started.md. A mask of the rank of `shape`
+    masks elements; one of lower rank is read
+
+    * "elements": from the right, as NumPy broadcasts;
+    * "tokens": likewise, and the mask is expanded to `shape`, which has no classes;
+    * "elements or rows": as a mask of rows, which has all axes but `axes`. Any other rank is refused, even if the mask
+      would broadcast, since two sizes may be equal by chance;
+    * "classes or rows": as a mask of classes if it has the rank of the logits, which may broadcast to labels of higher
+      rank, else as one of rows, from the right (optax's rule).
+    """
+    if where is None:
+        return None
+    where = as_mask(op, "where", where)
+    if rule in ("elements", "tokens") or where.ndim in (len(shape), rank_of_classes):
+        where = at_rank_of(op, "where", where, shape, of)
+        return jnp.broadcast_to(where, shape) if rule == "tokens" else where
+    rows = tuple(n for axis, n in enumerate(shape) if axis not in axes)
+    if rule == "elements or rows" and where.ndim != len(rows):
+        expected = f"rank {len(shape)}, to mask elements of {of} {shape}"
+        if axes:
+            expected += f", or rank {len(rows)}, to mask rows of the loss {rows}"
+        hint = leading_axes_hint("where", where.shape, shape)
+        raise ValueError(message(op, "where", f"shape {where.shape}", expected, hint))
+    target = f"the loss, for a mask of rows; a mask of {rule.split()[0]} has the rank of {of}"
+    return jnp.expand_dims(at_rank_of(op, "where", where, rows, target), axes)
 
 
 def as_weights_of(op: str, weights: object, shape: Sequence[int], of: str) -> Array | None:
@@ -83,7 +113,7 @@ class Weighting(NamedTuple):
 
 def read_weighting(op: str, x: Array, where: object, weights: object) -> Weighting:
     """The weighting of the elements of `x`, from the arguments of an op."""
-    unmasked, weights = as_mask_of(op, where, x.shape), as_weights_of(op, weights, x.shape, "x")
+    unmasked, weights = read_mask(op, where, x.shape), as_weights_of(op, weights, x.shape, "x")
     return weighting_of(x, unmasked, None if weights is None else jnp.broadcast_to(weights, x.shape))
 
 

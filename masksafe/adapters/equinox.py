@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.arguments import as_array, as_float_array, as_promoted_float_array, at_rank_of, message
-from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.masks import read_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import Devices
 from masksafe._core.typing import Array, ArrayLike
@@ -85,7 +85,7 @@ class RMSNorm(equinox.nn.RMSNorm):  # type: ignore[misc]
         """As equinox's; the arguments are those of `LayerNorm`."""
         del key
         x = _as_sample("RMSNorm", x, self.shape)
-        where = as_mask_of("RMSNorm", where, x.shape)
+        where = read_mask("RMSNorm", where, x.shape)
         wide = x if self.bias is None else widened(x)  # it is rounded once, after the bias
         out = rms_norm(wide, self.weight, axis=tuple(range(x.ndim)), where=where, epsilon=self.eps)
         if self.bias is not None:
@@ -162,7 +162,7 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
           where: booleans that broadcast to the shape of `x`; a scalar masks a whole sample.
         """
         del key
-        where = as_mask_of("BatchNorm", where, x.shape)
+        where = read_mask("BatchNorm", where, x.shape)
         inference = self.inference if inference is None else inference
         is_ema = self.mode == "ema"
         running = state.get(self.ema_state_index if is_ema else self.batch_state_index)

@@ -160,7 +160,7 @@ def _read(op: str, x: object, y: object, scale: Array, bias: Array | None, where
     ids = None if ids is None else _as_ids(op, ids)
     if ids is not None and ids.shape != x.shape[:1]:
         raise ValueError(arguments.message(op, "ids", f"shape {ids.shape}", f"{x.shape[:1]}, the rows of x"))
-    return _Batch(x, y, scale, bias, masks.as_whole_mask_of(op, where, x.shape[:1], "the rows of x"), ids)
+    return _Batch(x, y, scale, bias, masks.read_mask(op, where, x.shape[:1], "the rows of x", "tokens"), ids)
 
 
 def _as_scalar(op: str, argument: str, value: object) -> Array:

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, sharding
 from masksafe._core.labels import is_soft
+from masksafe._core.masks import read_mask
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._labelled import Labelled, read_integer_labels
-from masksafe.losses._layout import as_mask_of_classes_or_rows, broadcast_widened
+from masksafe.losses._layout import broadcast_widened
 from masksafe.losses._rows import _arguments
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._dense import LabelConfig, label_outputs, target_loss_of_rows
@@ -254,7 +255,7 @@ def soft_cross_entropy(
     if are_integers and not _has_classes(labels, axes, shape):  # broadcasting would repeat one number for every class
         expected = f"one-hot rows of the classes of logits {logits.shape} on axis {axis}"
         raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected, hint))
-    where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
+    where = read_mask(op, where, shape, "logits and labels together", "classes or rows", axes, logits.ndim)
     labels = broadcast_widened(labels, shape)
     bad_rows = label_checks.check_distributions(op, labels, where, axes)
     inputs = Labelled(broadcast_widened(logits, shape), labels, where)

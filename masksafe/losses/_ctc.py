@@ -10,12 +10,12 @@ from jax import lax
 
 from masksafe._core import arguments, label_checks, precision
 from masksafe._core.labels import at_label, is_class, nan_unless
-from masksafe._core.masks import either, selected
+from masksafe._core.masks import either, read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, jitted
 from masksafe._softmax import log_softmax
 from masksafe.losses._labelled import elements_at
-from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
+from masksafe.losses._layout import wide_selected
 
 
 @public_op
@@ -151,7 +151,7 @@ def _ctc_loss(
     frame_paddings = _as_paddings(op, "logit_paddings", frame_paddings)
     label_paddings = _as_paddings(op, "label_paddings", label_paddings)
     _check_shapes(op, logits, frame_paddings, labels, label_paddings, blank_id)
-    mask = as_mask_of_elements_or_rows(op, where, logits.shape, (1, 2))
+    mask = read_mask(op, where, logits.shape, "the input", "elements or rows", (1, 2))
 
     unmasked = jnp.broadcast_to((frame_paddings == 0)[..., None], logits.shape)
     unmasked = unmasked if mask is None else unmasked & mask

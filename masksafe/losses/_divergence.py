@@ -11,7 +11,7 @@ from jax import lax
 
 from masksafe._core import label_checks, row_blocks, unfolded
 from masksafe._core.arguments import as_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 from masksafe.losses._elementwise import Check, broadcast_alike
@@ -197,7 +197,7 @@ def _divergence(
     name = check.argument
     log_p, t = as_float_array(op, "log_predictions", log_predictions), as_float_array(op, name, targets)
     shape = broadcast_shapes(op, **{"log_predictions": log_p.shape, name: t.shape})
-    mask = as_mask_of(op, where, shape, f"log_predictions and {name} together")
+    mask = read_mask(op, where, shape, f"log_predictions and {name} together")
     bad = label_checks.check_elements(op, t, shape, mask, check.is_valid, check.otherwise)
     return _evaluate(terms, canonical_axes(op, axis, len(shape)), shape, log_p, t, mask, bad)
 

@@ -19,11 +19,11 @@ import numpy as np
 
 from masksafe._core.arguments import broadcast_shapes
 from masksafe._core.label_checks import check_elements, check_numbers, nan_where_bad
-from masksafe._core.masks import either, selected
+from masksafe._core.masks import either, read_mask, selected
 from masksafe._core.precision import with_wide_numbers
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike, Arrays, DType, jitted
-from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
+from masksafe.losses._layout import wide_selected
 
 
 class Check(NamedTuple):
@@ -50,7 +50,7 @@ def elementwise_loss(
     arguments by name. They are arrays or, for speed, Python numbers; `ranges` says which numbers an argument may hold.
     """
     shape = broadcast_shapes(op, **{name: np.shape(x) for name, x in arguments.items()})
-    mask = as_mask_of_elements_or_rows(op, where, shape, ())
+    mask = read_mask(op, where, shape, "the input", "elements or rows", ())
     found = [check_numbers(op, name, arguments[name], ranges[name], shape, mask) for name in ranges]
     if check is not None:
         found.append(check_elements(op, arguments[check.argument], shape, mask, check.is_valid, check.otherwise))

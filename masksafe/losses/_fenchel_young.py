@@ -7,11 +7,11 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from masksafe._core import arguments, precision, row_blocks
-from masksafe._core.masks import selected
+from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
 from masksafe.losses._elementwise import broadcast_alike
-from masksafe.losses._layout import as_mask_of_elements_or_rows, find_unmasked_rows
+from masksafe.losses._layout import find_unmasked_rows
 
 
 def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Array]:
@@ -62,7 +62,7 @@ def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Arr
             expected = f"[..., dim] with the last axis of scores {scores.shape}"
             raise ValueError(arguments.message(op, "targets", f"shape {targets.shape}", expected))
         axes = (len(shape) - 1,)
-        mask = as_mask_of_elements_or_rows(op, where, shape, axes)
+        mask = read_mask(op, where, shape, "the input", "elements or rows", axes)
         dtype = precision.float_dtype(jnp.result_type(scores, targets))
         scores, targets = (precision.widened(jnp.broadcast_to(x, shape)) for x in (scores, targets))
         s = selected(scores, mask)

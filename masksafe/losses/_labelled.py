@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, sharding, switches
 from masksafe._core.labels import at_label, is_soft
-from masksafe._core.masks import masks_rows, selected
+from masksafe._core.masks import masks_rows, read_mask, selected
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree
 from masksafe.losses import _layout
 
@@ -50,7 +50,7 @@ def read_integer_labels(
         raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected, hint))
     rows = _layout.common_rows(op, labels, axes, "logits", logits)
     shape = _layout.shape_with_classes(axes, rows, logits.shape)
-    where = _layout.as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
+    where = read_mask(op, where, shape, "logits and labels together", "classes or rows", axes, logits.ndim)
     labels = _layout.broadcast_widened(labels, rows)
     bad_rows = label_checks.check_integer_labels(op, labels, where, axes, shape, axis_name)
     return Labelled(_layout.broadcast_widened(logits, shape), labels, where), axes, bad_rows

@@ -1,6 +1,6 @@
 """Conversion between the shapes of a loss's arguments and those of its core.
 
-A mask is read as a mask of elements or of rows, and the axes of the classes become one axis, the last.
+The axes of the classes become one axis, the last.
 """
 
 import math
@@ -9,45 +9,8 @@ import jax.numpy as jnp
 
 from masksafe._core import arguments, precision, unfolded
 from masksafe._core.labels import is_soft
-from masksafe._core.masks import as_mask, selected
-from masksafe._core.typing import Array, ArrayLike, Axes
-
-
-def as_mask_of_elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[int, ...], axes: Axes) -> Array | None:
-    """A mask of elements, or a mask of rows (without `axes`), at the rank of the input `shape`.
-
-    Any other rank is refused even if it would broadcast, since two sizes may be equal by chance.
-    """
-    if where is None:
-        return None
-    where, rows = as_mask(op, "where", where), shape_without(axes, shape)
-    if where.ndim == len(shape):
-        arguments.check_broadcasts_to(op, "where", where.shape, shape, "the input")
-        return where
-    if where.ndim == len(rows):
-        arguments.check_broadcasts_to(op, "where", where.shape, rows, "the loss")
-        return jnp.expand_dims(where, axes)
-    expected = f"rank {len(shape)}, to mask elements of the input {shape}"
-    if axes:
-        expected += f", or rank {len(rows)}, to mask rows of the loss {rows}"
-    hint = arguments.leading_axes_hint("where", where.shape, shape)
-    raise ValueError(arguments.message(op, "where", f"shape {where.shape}", expected, hint))
-
-
-def as_mask_of_classes_or_rows(
-    op: str, where: ArrayLike | None, axes: Axes, shape: tuple[int, ...], logits_ndim: int
-) -> Array | None:
-    """The mask at the rank of `shape`: one of the logits' rank masks classes, any other masks rows (optax's rule).
-
-    If the logits broadcast to labels of higher rank, a mask of that rank masks classes as well.
-    """
-    if where is None:
-        return None
-    where = as_mask(op, "where", where)
-    if where.ndim in (logits_ndim, len(shape)):
-        return arguments.at_rank_of(op, "where", where, shape, "logits and labels together")
-    target = "the loss, for a mask of rows; a mask of classes has the rank of logits"
-    return jnp.expand_dims(arguments.at_rank_of(op, "where", where, shape_without(axes, shape), target), axes)
+from masksafe._core.masks import selected
+from masksafe._core.typing import Array, Axes
 
 
 def common_rows(op: str, labels: Array, axes: Axes, name: str, x: Array) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from jax import lax
 
 from masksafe._core import arguments, label_checks, moments, precision, sharding, unfolded
 from masksafe._core.labels import is_class
-from masksafe._core.masks import as_weights_of, as_whole_mask_of, both, selected
+from masksafe._core.masks import as_weights_of, both, read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, jitted
 from masksafe.losses._rows import _arguments
@@ -176,7 +176,7 @@ def linear_softmax_cross_entropy(
     """
     layer = _arguments.read_layer(_OP, features, kernel, bias)
     kernel, labels = layer.kernel, _arguments.read_labels(_OP, layer.features, labels)
-    where = as_whole_mask_of(_OP, where, labels.shape, "labels")
+    where = read_mask(_OP, where, labels.shape, "labels", "tokens")
     arguments.as_choice(_OP, "reduction", reduction, REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
     label_smoothing, z_loss = _arguments.read_smoothing(_OP, label_smoothing, z_loss)

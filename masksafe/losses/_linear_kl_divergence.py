@@ -12,7 +12,7 @@ from jax import lax
 
 from masksafe._core import label_checks, labels
 from masksafe._core.arguments import as_choice, as_float_array, as_label_array, check_is_known, message
-from masksafe._core.masks import as_whole_mask_of, either
+from masksafe._core.masks import either, read_mask
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction
 from masksafe._core.unfolded import any_of, number_of
@@ -112,7 +112,7 @@ def linear_kl_divergence(
     if teacher.kernel.shape[1] != classes:
         expected = f"{classes} classes, those of kernel {student.kernel.shape}"
         raise ValueError(message(_OP, "target_kernel", f"shape {teacher.kernel.shape}", expected))
-    unmasked = as_whole_mask_of(_OP, where, tokens, "the tokens")
+    unmasked = read_mask(_OP, where, tokens, "the tokens", "tokens")
     class_mask = _arguments.read_class_mask(_OP, class_mask, student.kernel)
     check_is_known(_OP, "target_gradients", target_gradients, "a bool")
     if not isinstance(target_gradients, bool):
@@ -200,9 +200,9 @@ def linear_kl_divergence_with_top_k_targets(
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     targets = _read_top_k(tokens, target_log_probs, target_classes)
     if where is not None and jnp.ndim(where) == len(tokens) + 1:
-        target_mask = cast(Array, as_whole_mask_of(op, where, targets.classes.shape, "target_classes"))
+        target_mask = cast(Array, read_mask(op, where, targets.classes.shape, "target_classes", "tokens"))
         targets, where = targets._replace(unmasked=target_mask), any_of(target_mask, -1)
-    unmasked = as_whole_mask_of(op, where, tokens, "the tokens")
+    unmasked = read_mask(op, where, tokens, "the tokens", "tokens")
     class_mask = _arguments.read_class_mask(op, class_mask, student.kernel)
     with_rest = as_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
     options = _read_options(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, Unpack, overload
 
 from masksafe._core import arguments, label_checks, sharding
-from masksafe._core.masks import as_whole_mask_of
+from masksafe._core.masks import read_mask
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows import _arguments
@@ -139,7 +139,7 @@ def linear_log_probs(
     """
     layer = _arguments.read_layer(_OP, features, kernel, bias)
     labels = _arguments.read_labels(_OP, layer.features, labels)
-    where = as_whole_mask_of(_OP, where, labels.shape, "labels")
+    where = read_mask(_OP, where, labels.shape, "labels", "tokens")
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
     logit_options = _arguments.read_soft_cap(_OP, logit_soft_cap), _arguments.read_temperature(_OP, temperature)

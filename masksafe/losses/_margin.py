@@ -14,12 +14,12 @@ from jax.custom_derivatives import zero_from_primal
 from masksafe._core import label_checks, precision, row_blocks, unfolded
 from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
 from masksafe._core.labels import class_index, is_class, nan_unless
-from masksafe._core.masks import selected
+from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, DType, Pytree, jitted
 from masksafe.losses._elementwise import Check, elementwise_loss
 from masksafe.losses._labelled import element_at
-from masksafe.losses._layout import as_mask_of_elements_or_rows, broadcast_widened, common_rows, wide_selected
+from masksafe.losses._layout import broadcast_widened, common_rows, wide_selected
 
 # Losses of binary targets, element by element.
 
@@ -289,7 +289,7 @@ def _multiclass_loss(
     rows = common_rows(op, labels, (scores.ndim - 1,), "scores", scores)
     shape, axes = (*rows, scores.shape[-1]), (len(rows),)
     labels, dtype = jnp.broadcast_to(labels, rows), precision.default_or_wider(scores.dtype)
-    mask = as_mask_of_elements_or_rows(op, where, shape, axes)
+    mask = read_mask(op, where, shape, "the input", "elements or rows", axes)
     bad_rows = label_checks.check_integer_labels(op, labels, mask, axes, shape, None)
     return _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
 

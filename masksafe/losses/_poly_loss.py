@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, precision
-from masksafe._core.masks import selected
+from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, DType, jitted
 from masksafe.losses import _layout
@@ -64,7 +64,7 @@ def poly_loss_cross_entropy(
     dtype = jnp.result_type(logits.dtype, labels, epsilon)
     shape = arguments.broadcast_shapes(op, logits=logits.shape, labels=labels.shape)
     axes = arguments.canonical_axes(op, axis, len(shape))
-    mask = _layout.as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
+    mask = read_mask(op, where, shape, "logits and labels together", "classes or rows", axes, logits.ndim)
     bad_rows = label_checks.check_distributions(op, _layout.broadcast_widened(labels, shape), mask, axes)
     return _evaluate(axes, dtype, logits, labels, epsilon, mask, bad_rows)
 

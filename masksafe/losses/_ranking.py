@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from masksafe._core import precision
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes
 from masksafe._core.labels import is_soft
-from masksafe._core.masks import as_mask_of, selected, weighting_of
+from masksafe._core.masks import read_mask, selected, weighting_of
 from masksafe._core.moments import weighted
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
@@ -71,7 +71,7 @@ def ranking_softmax_loss(
     weights = None if weights is None else as_real_array(op, "weights", weights)
     shapes = {"logits": logits.shape, "labels": labels.shape}
     shape = broadcast_shapes(op, **shapes, **({} if weights is None else {"weights": weights.shape}))
-    mask = as_mask_of(op, where, shape, "logits and labels together")
+    mask = read_mask(op, where, shape, "logits and labels together")
     dtype = logits.dtype if weights is None else jnp.result_type(logits.dtype, weights)
 
     if not is_soft(labels):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, row_blocks, unfolded
-from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, Axis, Pytree, jitted
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
@@ -296,7 +296,7 @@ def _cosine(
     a, b = arguments.as_float_array(op, "predictions", predictions), arguments.as_float_array(op, "targets", targets)
     shape = arguments.broadcast_shapes(op, predictions=a.shape, targets=b.shape)
     axes = arguments.canonical_axes(op, axis, len(shape))
-    where = as_mask_of(op, where, shape, "predictions and targets together")
+    where = read_mask(op, where, shape, "predictions and targets together")
     return _evaluate_cosine(op == "cosine_distance", axes, a, b, epsilon, where)
 
 

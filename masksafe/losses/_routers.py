@@ -148,7 +148,7 @@ def _read(op: str, router_probs: object, expert_indices: object, where: object) 
     if probs.ndim == 0 or indices.ndim != probs.ndim or indices.shape[:-1] != probs.shape[:-1]:
         found, expected = f"shape {indices.shape}", f"shape [..., k] for router_probs [..., experts] {probs.shape}"
         raise ValueError(arguments.message(op, "expert_indices", found, expected))
-    where = masks.as_mask_of(op, where, probs.shape[:-1], "the tokens")
+    where = masks.read_mask(op, where, probs.shape[:-1], "the tokens")
     where = None if where is None else where[..., None]
     number = probs.shape[-1]
     is_valid = lambda indices: (indices >= -1) & (indices < number)  # noqa: E731
@@ -225,7 +225,7 @@ def router_z_loss(router_logits: ArrayLike, *, axis: Axis = -1, where: ArrayLike
     op = "router_z_loss"
     logits = arguments.as_float_array(op, "router_logits", router_logits)
     axes = arguments.canonical_axes(op, axis, logits.ndim)
-    where = _layout.as_mask_of_elements_or_rows(op, where, logits.shape, axes)
+    where = masks.read_mask(op, where, logits.shape, "the input", "elements or rows", axes)
     return _squared_logsumexp(axes, logits, where)
 
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from masksafe._core import label_checks, switches, unfolded
 from masksafe._core.arguments import as_array, as_bool, as_choice, as_float_array, canonical_axes, message
 from masksafe._core.derivatives import masked_in_derivatives
-from masksafe._core.masks import masks_rows, selected
+from masksafe._core.masks import masks_rows, read_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, Axes, Axis, DType, LossReduction, jitted
 from masksafe._reductions import mean
 from masksafe._softmax import softmax
-from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
+from masksafe.losses._layout import wide_selected
 
 
 @public_op
@@ -89,7 +89,7 @@ def dice_loss(
         raise ValueError(message(op, "axis", f"value {axis}", "axes of pixels, without that of the classes"))
     as_choice(op, "reduction", reduction, REDUCTIONS)
     reduced_axes = axes if reduction == "none" else (*axes, p.ndim - 1)
-    mask = as_mask_of_elements_or_rows(op, where, p.shape, reduced_axes)
+    mask = read_mask(op, where, p.shape, "the input", "elements or rows", reduced_axes)
     ignore_background = as_bool(op, "ignore_background", ignore_background)
     apply_softmax, weights = as_bool(op, "apply_softmax", apply_softmax), (smooth, alpha, beta)
     losses, unmasked_rows = _class_losses(op, p, t, mask, axes, weights, apply_softmax)
@@ -160,7 +160,7 @@ def multiclass_generalized_dice_loss(
     if p.shape != t.shape or p.ndim == 0:
         raise ValueError(message(op, "targets", f"shape {t.shape}", f"that of predictions {p.shape}, not ()"))
     dtype = jnp.result_type(p.dtype, _float_dtype(t, jnp.float32), smooth)
-    mask = as_mask_of_elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
+    mask = read_mask(op, where, p.shape, "the input", "elements or rows", tuple(range(p.ndim)))
     ignore_background = as_bool(op, "ignore_background", ignore_background)
     apply_softmax, axes = as_bool(op, "apply_softmax", apply_softmax), tuple(range(1, p.ndim - 1))
     losses, unmasked_rows = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), apply_softmax)
@@ -224,12 +224,12 @@ def binary_dice_loss(
     op = "binary_dice_loss"
     p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
     if p.shape == t.shape and p.shape[-1:] != (1,):
-        mask = as_mask_of_elements_or_rows(op, where, p.shape, tuple(range(1, p.ndim)))
+        mask = read_mask(op, where, p.shape, "the input", "elements or rows", tuple(range(1, p.ndim)))
         p, t = (selected(x, mask)[..., None] for x in (p, t))
         where = None if mask is None else mask[..., None]
     p, t = _read_operands(op, p, t)
     axes = tuple(range(1, p.ndim - 1))
-    mask = as_mask_of_elements_or_rows(op, where, p.shape, (*axes, p.ndim - 1))
+    mask = read_mask(op, where, p.shape, "the input", "elements or rows", (*axes, p.ndim - 1))
     losses, _ = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), as_bool(op, "apply_sigmoid", apply_sigmoid))
     return losses[..., 0].astype(jnp.result_type(p.dtype, _float_dtype(t, p.dtype), smooth))
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from masksafe._core import row_blocks, sharding
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
-from masksafe._core.masks import selected
+from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, DType, Pytree, jitted
 from masksafe._core.unfolded import number_of, sum_of
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
-from masksafe.losses._layout import as_mask_of_elements_or_rows, find_unmasked_rows, wide_selected
+from masksafe.losses._layout import find_unmasked_rows, wide_selected
 from masksafe.losses._negatives import Side, in_blocks, with_block_size
 from masksafe.losses._regression import unit_vector
 
@@ -69,7 +69,7 @@ def ntxent(
         raise ValueError(message(op, "embeddings", f"shape {z.shape}", "[batch, dim]"))
     if labels.shape != z.shape[:1]:
         raise ValueError(message(op, "labels", f"shape {labels.shape}", f"{z.shape[:1]}, the batch of embeddings"))
-    mask = as_mask_of_elements_or_rows(op, where, z.shape, (1,))
+    mask = read_mask(op, where, z.shape, "the input", "elements or rows", (1,))
     mask = None if mask is None else jnp.broadcast_to(mask, z.shape)
     dtype = jnp.result_type(z.dtype, temperature)
 
@@ -176,7 +176,7 @@ def triplet_margin_loss(
     arrays = {name: as_float_array(op, name, x) for name, x in named.items()}
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arrays.items()})
     axes = canonical_axes(op, axis, len(shape))
-    mask = as_mask_of_elements_or_rows(op, where, shape, axes)
+    mask = read_mask(op, where, shape, "the input", "elements or rows", axes)
     a, p, n = arrays.values()
     distances = jnp.result_type(a, p), jnp.result_type(a, n)
     dtype = jnp.result_type(*distances, norm_degree, margin, eps)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core import arguments, label_checks, unfolded
-from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.masks import read_mask, selected
 from masksafe._core.precision import widened, with_wide_numbers
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
@@ -57,7 +57,7 @@ def smooth_labels(
     op = "smooth_labels"
     labels, alpha = arguments.as_float_array(op, "labels", labels), arguments.as_real_operand(op, "alpha", alpha)
     axes = arguments.canonical_axes(op, axis, labels.ndim)
-    mask = as_mask_of(op, where, labels.shape, "labels")
+    mask = read_mask(op, where, labels.shape, "labels")
     shape = arguments.broadcast_shapes(op, labels=labels.shape, alpha=np.shape(alpha))
     bad = label_checks.check_numbers(op, "alpha", alpha, _FROM_0_TO_1, shape, mask)
     return _smooth(axes, labels, alpha, mask, bad)
