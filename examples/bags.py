@@ -4,6 +4,7 @@ import math
 import re
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 DOCSTRING, NAME = 64, 24  # the most features of a text
+ROWS = 256  # of a batch, with padding
 FEATURES = 2**14
 
 
@@ -80,3 +82,46 @@ def hold_out(pairs: Pairs, number: int, generator: np.random.Generator) -> tuple
     ids, first = np.unique(pairs.ids, return_index=True)
     chosen = generator.permutation(len(ids))[:number]
     return np.flatnonzero(~np.isin(pairs.ids, ids[chosen])), first[chosen]
+
+
+# Batches, and what stands in their padding.
+
+ZEROS, LAST_ROW, GARBAGE = "zeros", "the last row again", "NaN, inf, 1e38"
+GARBAGE_NUMBERS = [np.nan, np.inf, -np.inf, 1e38, -1e38]
+GARBAGE_FEATURES = [-1, FEATURES, np.iinfo(np.int32).max, np.iinfo(np.int32).min]
+
+
+class Batch(NamedTuple):
+    pairs: Pairs
+    where: np.ndarray  # [ROWS], False is padding
+
+
+def draw_batches(pairs: Pairs, epochs: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
+    """The functions of each batch, from a quarter of the rows to all of them."""
+    for _ in range(epochs):
+        order, first = generator.permutation(len(pairs.ids)), 0
+        while first < len(order):
+            number = generator.integers(ROWS // 4, ROWS + 1)
+            yield order[first : first + number]
+            first += number
+
+
+def pad_texts(texts: Texts, where: np.ndarray, padding: str, generator: np.random.Generator) -> Texts:
+    """The texts with zeros or garbage behind the end of each, and in all of the rows of padding."""
+    lengths = np.where(where, texts.lengths, 0)
+    is_real = np.arange(texts.features.shape[1]) < lengths[:, None]
+    numbers, features = (GARBAGE_NUMBERS, GARBAGE_FEATURES) if padding == GARBAGE else ([0.0], [0])
+    return Texts(
+        np.where(is_real, texts.features, generator.choice(features, is_real.shape)).astype(np.int32),
+        np.where(is_real, texts.weights, generator.choice(numbers, is_real.shape)).astype(np.float32),
+        lengths,
+    )
+
+
+def make_batch(pairs: Pairs, index: np.ndarray, padding: str, generator: np.random.Generator) -> Batch:
+    where = np.arange(ROWS) < len(index)
+    rows = pairs.rows(np.pad(index, (0, ROWS - len(index)), mode="edge"))
+    if padding == LAST_ROW:
+        return Batch(rows, where)
+    docstrings, names = (pad_texts(texts, where, padding, generator) for texts in (rows.docstrings, rows.names))
+    return Batch(Pairs(docstrings, names, np.where(where, rows.ids, 0)), where)

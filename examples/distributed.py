@@ -20,7 +20,6 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import gradient_accumulation as model
@@ -197,43 +196,26 @@ def check_labels_with_raise(steps: int) -> None:
 PARTS = {"train": train_in_all_layouts, "checkify": check_labels_with_checkify, "raise": check_labels_with_raise}
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """What one of the processes does."""
-    processes.exit_with_parent()
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # A process that fails alone ends without waiting long for the others, and they hear of it.
-    limits = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
-    jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process_id, **limits)
-    try:
-        PARTS[arguments.part](arguments.steps)
-    except (jax.errors.JaxRuntimeError, checkify.JaxRuntimeError) as error:
-        sys.exit(str(error).strip().splitlines()[-1])
-
-
 # The processes are started, and what they tell is compared.
 
 
-def started(number: int, devices: int, part: str, steps: int) -> AbstractContextManager[list[processes.Child]]:
-    """Processes of so many devices each."""
-    command = [sys.executable, __file__, "--processes", str(number), "--steps", str(steps), "--part", part]
-    return processes.started(command, number, devices)
+def command(part: str, number: int, steps: int = 1) -> list[str]:
+    return [sys.executable, __file__, "--processes", str(number), "--steps", str(steps), "--part", part]
 
 
 def losses_of(number: int, devices: int, steps: int) -> dict[str, list[float]]:
     """The losses in each layout."""
-    with started(number, devices, "train", steps) as children:
-        statuses = processes.wait_for(children)
+    statuses, lines = processes.outcome(command("train", number, steps), number, devices)
     if any(statuses):
         raise RuntimeError(f"exit statuses {statuses}")
-    lines = [line for child in children for line in child.lines if line.startswith("{")]
-    return {name: losses for line in lines for name, losses in json.loads(line).items()}
+    found = [json.loads(line) for of_process in lines for line in of_process if line.startswith("{")]
+    return {name: losses for of_layout in found for name, losses in of_layout.items()}
 
 
 def error_of(number: int, devices: int, mode: str) -> str:
     """The message with which every process ends."""
-    with started(number, devices, mode, 1) as children:
-        statuses = processes.wait_for(children)
-    messages = {"\n".join(child.lines) for child in children}
+    statuses, lines = processes.outcome(command(mode, number), number, devices)
+    messages = {"\n".join(of_process) for of_process in lines}
     if len(messages) != 1 or set(statuses) != {1}:
         raise RuntimeError(f"{mode}: exit statuses {statuses}, messages {messages}")
     return messages.pop()
@@ -245,7 +227,11 @@ def main() -> None:
         parser.add_argument(name, type=type_, help=argparse.SUPPRESS)  # what the processes are started with
     arguments = parser.parse_args()
     if arguments.process_id is not None:
-        work(arguments)
+        processes.join(arguments.coordinator, arguments.processes, arguments.process_id)
+        try:
+            PARTS[arguments.part](arguments.steps)
+        except (jax.errors.JaxRuntimeError, checkify.JaxRuntimeError) as error:
+            sys.exit(str(error).strip().splitlines()[-1])
         return
     number, devices, steps = arguments.processes, arguments.devices, arguments.steps
     if ROWS % (number * devices * MICROBATCHES):

@@ -15,7 +15,7 @@ functions that are not trained on, find their name among a thousand, and what me
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,62 +25,31 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import shared
-from bags import FEATURES, Pairs, Texts, hold_out, make_pairs, select_functions
+from bags import (
+    FEATURES,
+    GARBAGE,
+    LAST_ROW,
+    ZEROS,
+    Batch,
+    Pairs,
+    Texts,
+    draw_batches,
+    hold_out,
+    make_batch,
+    make_pairs,
+    select_functions,
+)
 from names import read_functions
 from rich.console import Console
 
 import masksafe
 
-ROWS = 256  # of a batch, with padding
 WIDTH = 64
 HELD_OUT = 1000  # functions
 EVALUATE_EVERY = 10
 MEASURED = 4096  # rows
 
 Params = dict[str, jax.Array]
-
-
-# Batches, and what stands in their padding.
-
-ZEROS, LAST_ROW, GARBAGE = "zeros", "the last row again", "NaN, inf, 1e38"
-GARBAGE_NUMBERS = [np.nan, np.inf, -np.inf, 1e38, -1e38]
-GARBAGE_FEATURES = [-1, FEATURES, np.iinfo(np.int32).max, np.iinfo(np.int32).min]
-
-
-class Batch(NamedTuple):
-    pairs: Pairs
-    where: np.ndarray  # [ROWS], False is padding
-
-
-def draw_batches(pairs: Pairs, epochs: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
-    """The functions of each batch, from a quarter of the rows to all of them."""
-    for _ in range(epochs):
-        order, first = generator.permutation(len(pairs.ids)), 0
-        while first < len(order):
-            number = generator.integers(ROWS // 4, ROWS + 1)
-            yield order[first : first + number]
-            first += number
-
-
-def pad_texts(texts: Texts, where: np.ndarray, padding: str, generator: np.random.Generator) -> Texts:
-    """The texts with zeros or garbage behind the end of each, and in all of the rows of padding."""
-    lengths = np.where(where, texts.lengths, 0)
-    is_real = np.arange(texts.features.shape[1]) < lengths[:, None]
-    numbers, features = (GARBAGE_NUMBERS, GARBAGE_FEATURES) if padding == GARBAGE else ([0.0], [0])
-    return Texts(
-        np.where(is_real, texts.features, generator.choice(features, is_real.shape)).astype(np.int32),
-        np.where(is_real, texts.weights, generator.choice(numbers, is_real.shape)).astype(np.float32),
-        lengths,
-    )
-
-
-def make_batch(pairs: Pairs, index: np.ndarray, padding: str, generator: np.random.Generator) -> Batch:
-    where = np.arange(ROWS) < len(index)
-    rows = pairs.rows(np.pad(index, (0, ROWS - len(index)), mode="edge"))
-    if padding == LAST_ROW:
-        return Batch(rows, where)
-    docstrings, names = (pad_texts(texts, where, padding, generator) for texts in (rows.docstrings, rows.names))
-    return Batch(Pairs(docstrings, names, np.where(where, rows.ids, 0)), where)
 
 
 # The losses, of embeddings x and y [N, WIDTH] and the scale of their cosines.

@@ -35,7 +35,7 @@ def test_a_bad_label_ends_every_process_with_its_message(mode):
 
 @pytest.mark.slow
 def test_no_process_is_left_behind_when_one_is_killed():
-    with distributed.started(2, 1, "train", 10**6) as children:
+    with processes.started(distributed.command("train", 2, 10**6), 2, 1) as children:
         time.sleep(1)
         children[1].process.kill()
         with pytest.raises(TimeoutError, match=r"exit statuses \[None, -9\]"):
@@ -44,6 +44,6 @@ def test_no_process_is_left_behind_when_one_is_killed():
 
 
 def test_a_process_ends_with_the_one_that_started_it():
-    with distributed.started(1, 1, "train", 10**6) as (child,):
+    with processes.started(distributed.command("train", 1, 10**6), 1, 1) as (child,):
         child.process.stdin.close()  # as when its other end is gone
         assert child.process.wait(timeout=600) == 1

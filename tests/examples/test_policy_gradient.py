@@ -7,6 +7,7 @@ import names
 import numpy as np
 import policy_gradient as example
 import pytest
+import rewards
 import shared
 from rich.console import Console
 
@@ -25,8 +26,8 @@ def trainer():
     tokens = names.tokenise([(text, "") for text in TEXTS], words, MODEL).docstrings
     start = jax.tree.map(np.asarray, names.init_params(MODEL))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(example, "reward", share_of_small_letters)
-        yield example.Trainer(start, example.Prompts(TEXTS, tokens), CONFIG)
+        patch.setattr(rewards, "reward", share_of_small_letters)
+        yield example.Trainer(start, rewards.Prompts(TEXTS, tokens), CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def inputs(trainer, batch):
     ],
 )
 def test_reward(docstring, name, expected):
-    assert example.reward(docstring, name) == expected
+    assert rewards.reward(docstring, name) == expected
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def data():
 
 
 def batch_of(data, padding, seed=0):
-    return example.make_batch(data[0], np.arange(100), padding, np.random.default_rng(seed))
+    return bags.make_batch(data[0], np.arange(100), padding, np.random.default_rng(seed))
 
 
 def test_names_are_split_into_words():
@@ -58,21 +58,21 @@ def test_nothing_like_the_functions_to_find_is_trained_on(data):
 
 
 def test_batches_have_each_function_once_in_an_epoch(data):
-    batches = list(example.draw_batches(data[0], 1, np.random.default_rng(0)))
+    batches = list(bags.draw_batches(data[0], 1, np.random.default_rng(0)))
     np.testing.assert_array_equal(np.sort(np.concatenate(batches)), np.arange(len(data[0].ids)))
-    assert all(example.ROWS // 4 <= len(batch) <= example.ROWS for batch in batches[:-1])
+    assert all(bags.ROWS // 4 <= len(batch) <= bags.ROWS for batch in batches[:-1])
 
 
 def test_padding_is_filled_and_nothing_else(data):
-    clean, filled = batch_of(data, example.ZEROS).pairs.names, batch_of(data, example.GARBAGE).pairs.names
+    clean, filled = batch_of(data, bags.ZEROS).pairs.names, batch_of(data, bags.GARBAGE).pairs.names
     is_real = np.arange(bags.NAME) < clean.lengths[:, None]
     np.testing.assert_array_equal(clean.weights > 0, is_real)
     np.testing.assert_array_equal(filled.weights[is_real], clean.weights[is_real])
     np.testing.assert_array_equal(filled.features[is_real], clean.features[is_real])
     assert np.isnan(filled.weights[~is_real]).any()
     assert not ((filled.features[~is_real] >= 0) & (filled.features[~is_real] < bags.FEATURES)).any()
-    repeated = batch_of(data, example.LAST_ROW).pairs.names
-    np.testing.assert_array_equal(repeated.weights[99:], np.tile(clean.weights[99], (example.ROWS - 99, 1)))
+    repeated = batch_of(data, bags.LAST_ROW).pairs.names
+    np.testing.assert_array_equal(repeated.weights[99:], np.tile(clean.weights[99], (bags.ROWS - 99, 1)))
 
 
 @pytest.mark.slow
