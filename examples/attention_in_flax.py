@@ -1,40 +1,34 @@
-"""masksafe's attention inside the layers of flax and equinox.
+"""masksafe's attention inside the layers of flax.
 
     python examples/attention_in_flax.py
 
 Both flax.nnx and flax.linen take the attention function as an argument, and `masksafe.adapters.flax_attention` is one.
-Sinks, the slopes of ALiBi and a chunked mask go through it. Equinox takes none: there the projections of its layer are
-called by hand.
+Sinks, the slopes of ALiBi and a chunked mask go through it.
 """
 
 import functools
-import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen, nnx
 
 import masksafe
 
 
 def nnx_layer(**arguments: Any) -> Any:
     """`flax.nnx.MultiHeadAttention` with masksafe inside; without `attention_fn` it uses flax's own attention."""
-    from flax import nnx
-
     attention_fn = masksafe.adapters.flax_attention
     return nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn, **arguments)
 
 
 def linen_layer(**arguments: Any) -> Any:
     """`flax.linen.MultiHeadDotProductAttention` with masksafe inside."""
-    from flax import linen
-
     return linen.MultiHeadDotProductAttention(2, attention_fn=masksafe.adapters.flax_attention, **arguments)
 
 
 def make_modern_layer(rngs: Any) -> Any:
     """An nnx layer whose attention is causal in chunks, weighs distances as ALiBi does, and has learned sinks."""
-    from flax import nnx
 
     class ModernAttention(nnx.Module):
         def __init__(self) -> None:
@@ -54,18 +48,6 @@ def make_modern_layer(rngs: Any) -> Any:
     return ModernAttention()
 
 
-def equinox_attention(layer: Any, x: jax.Array, context: jax.Array, **masks: Any) -> jax.Array:
-    """The output of `equinox.nn.MultiheadAttention` for x [time, width], computed with masksafe."""
-    project = lambda linear, y: jax.vmap(linear)(y).reshape(len(y), layer.num_heads, -1)  # noqa: E731
-    query, key, value = (
-        project(layer.query_proj, x),
-        project(layer.key_proj, context),
-        project(layer.value_proj, context),
-    )
-    out = masksafe.dot_product_attention(query, key, value, **masks)
-    return jax.vmap(layer.output_proj)(out.reshape(len(x), -1))
-
-
 def show(name: str, apply: Any, x: jax.Array, context: jax.Array) -> None:
     """Prints how far the outputs of a sample with words and of one without move when the padding changes."""
     moved = jnp.abs(apply(x, jnp.where(context == 0, 100.0, context)) - apply(x, context)).max(axis=(1, 2))
@@ -74,8 +56,6 @@ def show(name: str, apply: Any, x: jax.Array, context: jax.Array) -> None:
 
 def show_gradients(x: jax.Array) -> None:
     """Prints the gradients of the sinks and the slopes of a layer that has both."""
-    from flax import nnx
-
     layer = make_modern_layer(nnx.Rngs(0))
     gradient = nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
     for name in ("sinks", "slopes"):
@@ -87,23 +67,11 @@ def main() -> None:
     is_word = masksafe.length_mask(jnp.array([3, 0]), 4)
     context = jnp.where(is_word[..., None], jax.random.normal(jax.random.key(1), (2, 4, 8)), 0)
     mask = is_word[:, None, None, :]
-    if importlib.util.find_spec("flax") is None:
-        print("flax is not installed.")
-    else:
-        nnx = nnx_layer()
-        show("nnx", functools.partial(nnx, mask=mask), x, context)
-        linen = linen_layer()
-        variables = linen.init(jax.random.key(0), x, context, mask=mask)
-        show("linen", lambda x, context: linen.apply(variables, x, context, mask=mask), x, context)
-        show_gradients(x)
-    if importlib.util.find_spec("equinox") is None:
-        print("equinox is not installed.")
-    else:
-        import equinox
-
-        layer = equinox.nn.MultiheadAttention(2, 8, key=jax.random.key(0))
-        apply = jax.vmap(lambda x, context, keys: equinox_attention(layer, x, context, mask=keys))
-        show("equinox", lambda x, context: apply(x, context, is_word), x, context)
+    show("nnx", functools.partial(nnx_layer(), mask=mask), x, context)
+    layer = linen_layer()
+    variables = layer.init(jax.random.key(0), x, context, mask=mask)
+    show("linen", lambda x, context: layer.apply(variables, x, context, mask=mask), x, context)
+    show_gradients(x)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import shared
+from bodies import IGNORED, Rows, prepare_data
 from flax import nnx
-from language_model import IGNORED, Config, History, Rows, Trainer
+from language_model import Config, History, Trainer
 from rich.console import Console
 
 import masksafe
@@ -123,7 +124,7 @@ def draw(histories: dict[str, History], costs: dict[str, shared.Cost], path: Pat
 def main() -> None:
     arguments, console = shared.parser_of(__doc__, steps=TEACHER.steps, seed=TEACHER.seed).parse_args(), Console()
     config = dataclasses.replace(TEACHER, steps=arguments.steps, seed=arguments.seed)
-    data, held_out, *_ = language_model.prepare_data(config)
+    data, held_out, *_ = prepare_data(config)
     histories, costs = train_all(config, student_of(config), data, held_out, console)
     shared.show_costs({"a step of distillation": costs}, "With each loss", console)
     for name, history in histories.items():

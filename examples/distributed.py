@@ -1,89 +1,65 @@
 """Trains a small language model in several processes, and compares the losses with those of one device.
 
 The processes run on this machine, each with some virtual devices of its CPU, and find each other by `jax.distributed`;
-on a cluster nothing changes but who starts them. The text is lines of Python's own standard library, several of them
-packed into a row; the rows are of unequal length, and in one step half of them are empty.
+on a cluster nothing changes but who starts them. The model is that of `gradient_accumulation.py`; its lines of text are
+of unequal length, and in one step half of them are empty.
 
     python examples/distributed.py --processes 2    # about a minute on two cores
 
 One program serves all layouts, since the axes of the mesh decide what is split, and may have the size 1:
 
-    data         the rows of a batch: the mean is over all of them, however unequal the parts (value_and_grad_of_mean)
+    data         the lines of a batch: the mean is over all of them, however unequal the parts (value_and_grad_of_mean)
     vocabulary   the classes of the output layer (linear_softmax_cross_entropy)
-    time         the length of the rows: keys and values go round the devices (dot_product_attention)
+    time         the length of the lines: keys and values go round the devices (dot_product_attention)
 
-Then a checkpoint is written by some processes and read by another number of them. A bad label on one process ends
-every process with the same message. And the tools that find a NaN tell what they need.
+Then a bad label on one process ends every process with the same message.
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import gradient_accumulation as model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import processes
+import shared
+from gradient_accumulation import CHARACTERS, IGNORED, LENGTH, WIDTH, Params
 from jax.experimental import checkify
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import Child, wait_for
 
 import masksafe
-from masksafe.testing import assert_consistent, nonfinite_report
 
-Params = dict[str, Any]
 AXES = ("data", "vocabulary", "time")
-ROWS, LENGTH, WIDTH, HEADS, CHARACTERS = 16, 64, 32, 4, 128
-MICROBATCHES = 2
+ROWS, MICROBATCHES = 16, 2
 EMPTY_STEP = 1  # in which half of the rows are empty, and with them whole devices
-IGNORED = -100  # the label of padding
 OPTIMIZER = optax.adam(3e-3, eps=1e-4)
 
 
-# The data. Every process can make every batch, and hands JAX the part of its own devices.
-
-
 class Batch(NamedTuple):
-    """Rows, every array `[rows, length]`."""
+    """Lines, every array `[rows, length]`. Every process can make it, and hands JAX the part of its own devices."""
 
     inputs: np.ndarray
     labels: np.ndarray  # the next character; IGNORED in padding
-    segments: np.ndarray  # which line a character belongs to, from 1; 0 is padding
-    positions: np.ndarray  # within the line
+    positions: np.ndarray
 
 
-@functools.cache
-def read_lines() -> list[np.ndarray]:
-    """The lines of some modules of the standard library, as ASCII codes behind a zero."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    text = "\n".join((library / name).read_text("utf8") for name in ("ast.py", "inspect.py", "textwrap.py"))
-    lines = (line.strip()[: LENGTH // 3].encode("ascii", "replace") for line in text.splitlines())
-    return [np.frombuffer(b"\0" + line, np.uint8) for line in lines if line]
+read_lines = functools.cache(model.read_lines)
 
 
 def draw_batch(step: int) -> Batch:
-    """Rows with as many lines as fit into a random part of them."""
     lines, generator = read_lines(), np.random.default_rng(step)
-    batch = Batch(*(np.full((ROWS, LENGTH), fill, np.int32) for fill in (0, IGNORED, 0, 0)))
-    for row in range(ROWS // 2 if step == EMPTY_STEP else ROWS):
-        used, segment, most = 0, 1, generator.integers(LENGTH + 1)
-        while used + len(line := lines[generator.integers(len(lines))]) - 1 <= most:
-            at = np.s_[row, used : used + len(line) - 1]
-            batch.inputs[at], batch.labels[at] = line[:-1], line[1:]
-            batch.segments[at], batch.positions[at] = segment, np.arange(len(line) - 1)
-            used, segment = used + len(line) - 1, segment + 1
-    return batch
-
-
-# The model: one layer of causal attention. It runs inside jax.shard_map, on the part of one device.
+    rows = lines[generator.integers(len(lines), size=ROWS)]
+    if step == EMPTY_STEP:
+        rows[ROWS // 2 :] = 0
+    labels = np.where(rows[:, 1:] > 0, rows[:, 1:], IGNORED)
+    return Batch(rows[:, :-1], labels, np.broadcast_to(np.arange(LENGTH), labels.shape))
 
 
 class State(NamedTuple):
@@ -95,43 +71,18 @@ class State(NamedTuple):
 
 def initial_state() -> State:
     """The same in every process: arrays of NumPy."""
-    shapes = {
-        "embedding": (CHARACTERS, WIDTH),
-        "position": (LENGTH, WIDTH),
-        "qkv": (WIDTH, 3 * WIDTH),
-        "out": (WIDTH, WIDTH),
-        "up": (WIDTH, 4 * WIDTH),
-        "down": (4 * WIDTH, WIDTH),
-        "kernel": (WIDTH, CHARACTERS),
-    }
-    generator = np.random.default_rng(0)
-    params = {name: 0.1 * generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    kernel = 0.1 * np.random.default_rng(0).standard_normal((WIDTH, CHARACTERS), np.float32)
+    params = model.make_params(jax.random.key(0)) | {"kernel": kernel}
     return jax.tree.map(np.asarray, State(params, OPTIMIZER.init(params)))
 
 
 def mean_loss(params: Params, batch: Batch) -> masksafe.MaskedMean:
-    """The mean loss per character of the device's part, not yet divided."""
-    is_live = batch.labels != IGNORED
-    x = params["embedding"][batch.inputs] + params["position"][batch.positions]
-    heads = (masksafe.rms_norm(x) @ params["qkv"]).reshape(*x.shape[:2], 3 * HEADS, WIDTH // HEADS)
-    attended = masksafe.dot_product_attention(
-        *jnp.split(heads, 3, axis=2),
-        is_causal=True,
-        query_segment_ids=batch.segments,
-        key_value_segment_ids=batch.segments,
-        axis_name="time",
-    )
-    x += attended.reshape(x.shape) @ params["out"]
-    x += jax.nn.gelu(masksafe.rms_norm(x) @ params["up"]) @ params["down"]
-    total = masksafe.losses.linear_softmax_cross_entropy(
-        masksafe.rms_norm(x),
-        params["kernel"],
-        batch.labels,
-        where=is_live,
-        reduction="sum",
-        axis_name="vocabulary",
-    )
-    return masksafe.MaskedMean(total, jnp.sum(is_live))
+    """The mean loss per character of the part of one device, not yet divided. It runs inside jax.shard_map."""
+    mask = batch.labels != IGNORED
+    features = model.features_of(params, batch.inputs, batch.positions, axis_name="time")
+    linear_loss = functools.partial(masksafe.losses.linear_softmax_cross_entropy, axis_name="vocabulary")
+    total = linear_loss(features, params["kernel"], batch.labels, where=mask, reduction="sum")
+    return masksafe.MaskedMean(total, jnp.sum(mask))
 
 
 # The layout of arrays over the devices of all processes.
@@ -139,6 +90,20 @@ def mean_loss(params: Params, batch: Batch) -> masksafe.MaskedMean:
 
 def make_mesh(layout: Sequence[int]) -> Mesh:
     return jax.make_mesh(tuple(layout), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def layouts() -> dict[str, tuple[int, int, int]]:
+    """The sizes of the axes; the last layouts cross processes along the data only."""
+    devices, number = jax.device_count(), jax.process_count()
+    if devices == 1:
+        return {"one device": (1, 1, 1)}
+    return {
+        "data": (devices, 1, 1),
+        "vocabulary": (1, devices, 1),
+        "time": (1, 1, devices),
+        "data and time": (number, 1, devices // number),
+        "data and vocabulary": (number, devices // number, 1),
+    }
 
 
 def specs_of(state: Any) -> Any:
@@ -164,13 +129,7 @@ def place_state(mesh: Mesh, state: State) -> State:
 
 
 def place_batch(mesh: Mesh, batch: Batch) -> Batch:
-    return place(mesh, batch, Batch(*[P("data", "time")] * 4))
-
-
-def gathered(mesh: Mesh, tree: Any) -> Any:
-    """A copy on every device, as arrays of NumPy. All processes have to call it, for their devices exchange parts."""
-    copied = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree)
-    return jax.tree.map(np.asarray, copied)
+    return place(mesh, batch, Batch(*[P("data", "time")] * 3))
 
 
 # Training.
@@ -184,82 +143,26 @@ def make_step(mesh: Mesh, microbatches: int = MICROBATCHES) -> Step:
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         specs = specs_of(state.params)
-        of_devices = jax.shard_map(
-            value_and_grad, mesh=mesh, in_specs=(specs, P("data", "time")), out_specs=(P(), specs)
-        )
-        value, gradients = of_devices(state.params, batch)
+        split = {"in_specs": (specs, P("data", "time")), "out_specs": (P(), specs)}
+        value, gradients = jax.shard_map(value_and_grad, mesh=mesh, **split)(state.params, batch)
         updates, optimizer = OPTIMIZER.update(gradients, state.optimizer, state.params)
         return State(optax.apply_updates(state.params, updates), optimizer), value
 
     return step
 
 
-def train(run: Step, mesh: Mesh, state: State, steps: range) -> tuple[State, list[float]]:
-    losses = []
-    for step in steps:
-        state, loss = run(state, place_batch(mesh, draw_batch(step)))
-        losses.append(loss.item())  # it is on every device, so every process can read it
-    return state, losses
-
-
-# Checkpoints: whole arrays in a file of NumPy, whatever the number of processes.
-
-
-def save(mesh: Mesh, state: State, path: Path) -> None:
-    whole = gathered(mesh, state)
-    if jax.process_index() == 0:
-        np.savez(path, **{jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(whole)})
-
-
-def load(mesh: Mesh, path: Path) -> State:
-    with np.load(path) as file:
-        state = jax.tree.map_with_path(lambda p, _: file[jax.tree_util.keystr(p)], initial_state())
-    return place_state(mesh, state)
-
-
 # What the processes do. Each part is run by all of them together.
 
 
-class Job(NamedTuple):
-    """What the processes are told."""
-
-    steps: int
-    output: Path
-    checkpoint: Path | None = None  # to go on from
-
-
-def layouts() -> dict[str, tuple[int, int, int]]:
-    """The sizes of the axes; the last layouts cross processes along the data only."""
-    devices, processes = jax.device_count(), jax.process_count()
-    if devices == 1:
-        return {"one device": (1, 1, 1)}
-    local = devices // processes
-    return {
-        "data": (devices, 1, 1),
-        "vocabulary": (1, devices, 1),
-        "time": (1, 1, devices),
-        "data and time": (processes, 1, local),
-        "data and vocabulary": (processes, local, 1),
-    }
-
-
-def train_in_all_layouts(job: Job) -> None:
+def train_in_all_layouts(steps: int) -> None:
     for name, layout in layouts().items():
-        mesh, half, is_last = make_mesh(layout), job.steps // 2, name == list(layouts())[-1]
-        run = jax.jit(make_step(mesh))
-        state, losses = train(run, mesh, place_state(mesh, initial_state()), range(half))
-        if is_last:  # one in which the kernel of the output layer is split
-            save(mesh, state, checkpoint_of(job, jax.process_count()))
-        _, more = train(run, mesh, state, range(half, job.steps))
-        write_losses(job, name, losses + more)
-
-
-def go_on_from_checkpoint(job: Job) -> None:
-    assert job.checkpoint is not None
-    mesh = make_mesh(list(layouts().values())[-1])
-    run = jax.jit(make_step(mesh))
-    _, losses = train(run, mesh, load(mesh, job.checkpoint), range(job.steps // 2, job.steps))
-    write_losses(job, f"from {job.checkpoint.stem}", losses)
+        mesh, losses = make_mesh(layout), []
+        run, state = jax.jit(make_step(mesh)), place_state(mesh, initial_state())
+        for step in range(steps):
+            state, loss = run(state, place_batch(mesh, draw_batch(step)))
+            losses.append(round(loss.item(), 6))  # it is on every device, so every process can read it
+        if jax.process_index() == 0:
+            print(json.dumps({name: losses}), file=sys.stderr, flush=True)
 
 
 def with_a_bad_label() -> tuple[Mesh, State, Batch]:
@@ -270,7 +173,7 @@ def with_a_bad_label() -> tuple[Mesh, State, Batch]:
     return mesh, place_state(mesh, initial_state()), place_batch(mesh, batch)
 
 
-def check_labels_with_checkify(job: Job) -> None:
+def check_labels_with_checkify(steps: int) -> None:
     """The error is an array like any other: replicated, every process can read it, alone or together with others.
 
     JAX cannot lift a check out of the loop over micro-batches inside a `jax.shard_map`: hence one.
@@ -283,171 +186,69 @@ def check_labels_with_checkify(job: Job) -> None:
     error.throw()
 
 
-def check_labels_with_raise(job: Job) -> None:
+def check_labels_with_raise(steps: int) -> None:
     """The processes exchange what they have found, and all of their devices fail."""
     mesh, state, batch = with_a_bad_label()
     with masksafe.label_checks("raise"):
         jax.block_until_ready(jax.jit(make_step(mesh))(state, batch))
 
 
-def find_a_nan(job: Job) -> None:
-    """The tools look at single elements: so they take a copy of all of them, not arrays of several processes."""
-    mesh, state = make_mesh(layouts()["data"]), initial_state()
-    state.params["out"][0, 0] = np.inf
-    params = place_state(mesh, state).params
-
-    def total(params: Params) -> jax.Array:
-        return jnp.sum(jnp.sin(params["out"]))
-
-    for tool in (nonfinite_report, assert_consistent):
-        try:
-            tool(total, params)
-        except ValueError as error:
-            say(f"refused: {error}")
-    found = nonfinite_report(total, gathered(mesh, params)).first
-    say(f"on a gathered copy: {found.primitive} gives {found.value} from {found.inputs[0]} at index {found.index}")
+PARTS = {"train": train_in_all_layouts, "checkify": check_labels_with_checkify, "raise": check_labels_with_raise}
 
 
-PARTS: dict[str, Callable[[Job], None]] = {
-    "train": train_in_all_layouts,
-    "resume": go_on_from_checkpoint,
-    "checkify": check_labels_with_checkify,
-    "raise": check_labels_with_raise,
-    "nan": find_a_nan,
-}
+# The processes are started, and what they tell is compared.
 
 
-def say(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, file=sys.stderr, flush=True)
+def command(part: str, number: int, steps: int = 1) -> list[str]:
+    return [sys.executable, __file__, "--processes", str(number), "--steps", str(steps), "--part", part]
 
 
-def write_losses(job: Job, name: str, losses: list[float]) -> None:
-    name = f"{name}, by {jax.process_count()}"
-    say(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}")
-    if jax.process_index() == 0:
-        (job.output / f"{name}.json").write_text(json.dumps(losses))
-
-
-def work(arguments: argparse.Namespace) -> None:
-    """What one of the processes does."""
-    processes.exit_with_parent()
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # A process that fails alone ends without waiting long for the others, and they hear of it.
-    limits = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
-    jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process_id, **limits)
-    job = Job(arguments.steps, arguments.output, arguments.checkpoint)
-    try:
-        for part in arguments.parts:
-            PARTS[part](job)
-    except (jax.errors.JaxRuntimeError, checkify.JaxRuntimeError) as error:
-        sys.exit(str(error).strip().splitlines()[-1])
-
-
-# Starting the processes.
-
-
-def started(
-    number: int, devices: int, parts: Sequence[str], job: Job
-) -> contextlib.AbstractContextManager[list[Child]]:
-    """Processes of so many devices each, which do those parts."""
-    command = ["--processes", str(number), "--steps", str(job.steps), "--output", str(job.output), "--parts", *parts]
-    command += ["--checkpoint", str(job.checkpoint)] if job.checkpoint else []
-    return processes.started([sys.executable, __file__, *command], number, devices)
-
-
-def run(number: int, devices: int, parts: Sequence[str], job: Job) -> None:
-    """Runs parts that are to succeed.
-
-    Raises:
-      RuntimeError: if a process fails.
-      TimeoutError: if it does not end.
-    """
-    with started(number, devices, parts, job) as children:
-        statuses = wait_for(children)
+def losses_of(number: int, devices: int, steps: int) -> dict[str, list[float]]:
+    """The losses in each layout."""
+    statuses, lines = processes.outcome(command("train", number, steps), number, devices)
     if any(statuses):
-        raise RuntimeError(f"exit statuses {statuses} of {parts}")
+        raise RuntimeError(f"exit statuses {statuses}")
+    found = [json.loads(line) for of_process in lines for line in of_process if line.startswith("{")]
+    return {name: losses for of_layout in found for name, losses in of_layout.items()}
 
 
-def run_to_an_error(number: int, devices: int, part: str, job: Job) -> str:
-    """Runs a part that is to end every process with one message, which is returned.
-
-    Raises:
-      RuntimeError: if it does not.
-      TimeoutError: if a process does not end.
-    """
-    with started(number, devices, [part], job) as children:
-        statuses = wait_for(children)
-    messages = {"\n".join(child.lines) for child in children}
+def error_of(number: int, devices: int, mode: str) -> str:
+    """The message with which every process ends."""
+    statuses, lines = processes.outcome(command(mode, number), number, devices)
+    messages = {"\n".join(of_process) for of_process in lines}
     if len(messages) != 1 or set(statuses) != {1}:
-        raise RuntimeError(f"{part}: exit statuses {statuses}, messages {messages}")
+        raise RuntimeError(f"{mode}: exit statuses {statuses}, messages {messages}")
     return messages.pop()
 
 
-# The report.
-
-
-def checkpoint_of(job: Job, number: int) -> Path:
-    return job.output / f"checkpoint_of_{number}.npz"
-
-
-def compare_losses(job: Job) -> dict[str, float]:
-    """The largest difference of each curve from that of one device, relative to the loss."""
-    curves = {path.stem: np.array(json.loads(path.read_text())) for path in sorted(job.output.glob("*.json"))}
-    expected = curves.pop("one device, by 1")
-    return {
-        name: float(np.max(np.abs(losses / expected[-len(losses) :] - 1), initial=0)) for name, losses in curves.items()
-    }
-
-
-def train_everywhere(number: int, devices: int, job: Job) -> dict[str, float]:
-    """Trains alone and together, each going on from the other's checkpoint, too; returns the differences."""
-    job.output.mkdir(parents=True, exist_ok=True)
-    for path in job.output.glob("*.json"):
-        path.unlink()
-    print("one process with one device", flush=True)
-    run(1, 1, ["train"], job)
-    print(f"{number} processes, {devices} devices in each", flush=True)
-    run(number, devices, ["train", "resume", "nan"], job._replace(checkpoint=checkpoint_of(job, 1)))
-    print("one process, from their checkpoint", flush=True)
-    run(1, 1, ["resume"], job._replace(checkpoint=checkpoint_of(job, number)))
-    return compare_losses(job)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--devices", type=int, default=2, help="of each process; default: %(default)s")
-    parser.add_argument("--steps", type=int, default=12, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("examples/output/distributed"), help="default: %(default)s")
-    hidden = {"help": argparse.SUPPRESS}  # what the processes are started with
-    parser.add_argument("--coordinator", **hidden)
-    parser.add_argument("--process-id", type=int, **hidden)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, **hidden)
-    parser.add_argument("--checkpoint", type=Path, **hidden)
-    arguments = parser.parse_args()
-    total = arguments.processes * arguments.devices
-    if arguments.process_id is None and (total < 2 or ROWS % (total * MICROBATCHES)):
-        parser.error(f"{total} devices in all, but {ROWS} rows in {MICROBATCHES} micro-batches are to be split")
-    return arguments
-
-
 def main() -> None:
-    arguments = parse_arguments()
+    parser = shared.parser_of(__doc__, writes=False, processes=2, devices=2, steps=12)
+    for name, type_ in (("--coordinator", str), ("--process-id", int), ("--part", str)):
+        parser.add_argument(name, type=type_, help=argparse.SUPPRESS)  # what the processes are started with
+    arguments = parser.parse_args()
     if arguments.process_id is not None:
-        work(arguments)
+        processes.join(arguments.coordinator, arguments.processes, arguments.process_id)
+        try:
+            PARTS[arguments.part](arguments.steps)
+        except (jax.errors.JaxRuntimeError, checkify.JaxRuntimeError) as error:
+            sys.exit(str(error).strip().splitlines()[-1])
         return
-    number, devices, job = arguments.processes, arguments.devices, Job(arguments.steps, arguments.output)
-    differences = train_everywhere(number, devices, job)
-    print("\nHow far the losses are from those of one device, by so many processes:")
+    number, devices, steps = arguments.processes, arguments.devices, arguments.steps
+    if ROWS % (number * devices * MICROBATCHES):
+        parser.error(f"{number * devices} devices in all, but {ROWS} rows in {MICROBATCHES} micro-batches are split")
+    print("one process with one device", flush=True)
+    expected = losses_of(1, 1, steps)["one device"]
+    print(f"{number} processes, {devices} devices in each", flush=True)
+    found = losses_of(number, devices, steps)
+    differences = {name: np.abs(np.divide(losses, expected) - 1).max() for name, losses in found.items()}
+    print("\nHow far the losses are from those of one device:")
     for name, difference in differences.items():
-        print(f"  {name:42} {difference:.1g}")
+        print(f"  {name:20} {difference:.1g}")
     if not all(difference < 1e-4 for difference in differences.values()):  # a NaN is a difference, too
         sys.exit("the losses differ by more than rounding")
-    print("\nA bad label on one process:")
+    print("\nA bad label on one process:", flush=True)
     for mode in ("checkify", "raise"):
-        message = run_to_an_error(number, devices, mode, job)
-        print(f"  {mode}: every process ended with\n    {message}")
+        print(f"  {mode}: every process ended with\n    {error_of(number, devices, mode)}", flush=True)
 
 
 if __name__ == "__main__":

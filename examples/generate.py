@@ -1,23 +1,20 @@
 """Generates the bodies of functions from a cache of keys and values: ragged prompts in one batch, replaced when done.
 
 The decoder of `language_model.py` is trained for a short while, and then continues held-out prompts greedily. Every
-place of the cache knows the position of its key. So prompts padded on the left or on the right, a cache that is written
+place of the cache knows the position of its key. So prompts of unequal length, a cache that is written
 in turn for an attention with a window, and rows that are taken over by the next prompt are one and the same: a query
-sees the keys whose positions its mask allows, and a place without a key lies in the future.
+sees the keys whose positions its mask allows, and a place without a key lies in the future. At first the cache is full
+of NaN, which changes no bit.
 
     python examples/generate.py                # a minute and a half on two cores
     python examples/generate.py --window 64    # attention with a window, and a cache of 95 places
 
 Options are the steps of the training, the prompts, the most tokens for each, the rows of the batch, the places of the
 cache, and how many tokens of a prompt are read at a time, a chunk.
-
-At first the cache is full of NaN. With masksafe that changes no bit; attention of jax.nn needs it to be clean.
 """
 
-import argparse
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +22,9 @@ import jax.numpy as jnp
 import language_model
 import numpy as np
 import shared
+from bodies import END, Rows, prepare_data
 from flax import nnx
-from language_model import END, Attend, Decoder, Trainer
+from language_model import Attend, Decoder, Trainer
 from rich.console import Console
 from rich.syntax import Syntax
 
@@ -49,41 +47,15 @@ def empty_cache(config: language_model.Config, rows: int, places: int, garbage: 
     return Cache(keys, values, jnp.full((rows, places), FUTURE, jnp.int32))
 
 
-# Attention with positions, by two libraries: of queries, keys and values, and the positions of queries and keys.
-
-AttendByPosition = Callable[..., jax.Array]
-
-
-def of_masksafe(window: int | None) -> AttendByPosition:
-    size = None if window is None else (window - 1, 0)
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, at: jax.Array, keys_at: jax.Array) -> jax.Array:
-        masks = {"is_causal": True, "local_window_size": size, "query_positions": at, "key_positions": keys_at}
-        return masksafe.dot_product_attention(query, key, value, **masks)
-
-    return attend
-
-
-def of_jax(window: int | None) -> AttendByPosition:
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, at: jax.Array, keys_at: jax.Array) -> jax.Array:
-        distance = at[:, :, None] - keys_at[:, None, :]
-        mask = (distance >= 0) & (True if window is None else distance < window)
-        return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
-
-    return attend
-
-
-LIBRARIES = {"masksafe": of_masksafe, "jax.nn": of_jax}
-
-
 # The model with a cache.
 
 
 class Generator:
     """The decoder with a cache, compiled twice: for chunks of prompts, and for single tokens."""
 
-    def __init__(self, graph: Any, params: Any, attend: AttendByPosition) -> None:
-        self.graph, self.params, self.attend = graph, params, attend
+    def __init__(self, graph: Any, params: Any, window: int | None = None) -> None:
+        self.graph, self.params = graph, params
+        self.masks = {"is_causal": True, "local_window_size": window and (window - 1, 0)}
         self.advance = jax.jit(self._advance, donate_argnums=1)
 
     def _advance(self, params: Any, cache: Cache, tokens: jax.Array, positions: jax.Array) -> tuple[Cache, jax.Array]:
@@ -103,7 +75,8 @@ class Generator:
             def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
                 keys.append(write(cache.keys[layer], key))
                 values.append(write(cache.values[layer], value))
-                return self.attend(query, keys[-1], values[-1], positions, cache.positions)
+                masks = self.masks | {"query_positions": positions, "key_positions": cache.positions}
+                return masksafe.dot_product_attention(query, keys[-1], values[-1], **masks)
 
             return attend
 
@@ -114,18 +87,17 @@ class Generator:
 
 
 def prefill(
-    generator: Generator, cache: Cache, prompts: Sequence[Sequence[int]], chunk: int, *, left: bool = False
+    generator: Generator, cache: Cache, prompts: Sequence[Sequence[int]], chunk: int
 ) -> tuple[Cache, np.ndarray]:
     """The cache after the prompts, a chunk of all of them at a time, and the next token of each row.
 
-    Each row is padded on one side; an empty prompt leaves its row as it is.
+    An empty prompt leaves its row as it is.
     """
     length = -(-max(map(len, prompts)) // chunk) * chunk
     tokens, positions = np.full((len(prompts), length), END), np.full((len(prompts), length), FUTURE)
     for row, prompt in enumerate(prompts):
-        start = length - len(prompt) if left else 0
-        tokens[row, start : start + len(prompt)] = prompt
-        positions[row, start : start + len(prompt)] = np.arange(len(prompt))
+        tokens[row, : len(prompt)] = prompt
+        positions[row, : len(prompt)] = np.arange(len(prompt))
     following = np.full(len(prompts), END)
     for start in range(0, length, chunk):
         part = slice(start, start + chunk)
@@ -190,7 +162,7 @@ def generate_without_cache(trainer: Trainer, params: Any, prompt: Sequence[int],
     def next_token(params: Any, tokens: jax.Array, at: jax.Array) -> jax.Array:
         model = nnx.merge(trainer.graph, params)
         ones, index = jnp.ones((1, length), int), jnp.arange(length)[None]
-        features = model.within_segments(language_model.Rows(tokens, None, ones, index))
+        features = model.within_segments(Rows(tokens, None, ones, index))
         return jnp.argmax(features[0, at] @ model.kernel[...])
 
     generated: list[int] = []
@@ -201,46 +173,29 @@ def generate_without_cache(trainer: Trainer, params: Any, prompt: Sequence[int],
     return generated
 
 
-# The program.
-
-
-def compare(
-    trainer: Trainer, params: Any, prompts: list[list[int]], options: argparse.Namespace, console: Console
-) -> dict[str, list[Text]]:
-    """Generates with each library and shows how fast; the second run of each counts."""
-    texts, rows = {}, []
-    places = options.places if options.window is None else options.window + options.chunk - 1
-    new_cache = functools.partial(empty_cache, trainer.config, options.rows, places)
-    for name, of in LIBRARIES.items():
-        generator = Generator(trainer.graph, params, of(options.window))
-        garbage = np.nan if name == "masksafe" else 0.0
-        for _ in range(2):
-            start = time.perf_counter()
-            texts[name], made = generate(generator, new_cache(garbage), prompts, options.tokens, options.chunk)
-            seconds = time.perf_counter() - start
-        rows.append([name, f"{made / seconds:.0f}"])
-    shared.show("Generation from a cache", ["", "tokens a second"], rows, console)
-    return texts
-
-
 def main() -> None:
     parser = shared.parser_of(__doc__, writes=False, steps=120, rows=4, prompts=12, tokens=48, chunk=32, places=512)
     parser.add_argument("--window", type=int, help="keys that a query sees, itself included; default: all")
     options, console = parser.parse_args(), Console()
     config = language_model.Config(steps=options.steps, evaluate_every=options.steps)
-    data, held_out, functions, vocabulary = language_model.prepare_data(config)
+    data, held_out, functions, vocabulary = prepare_data(config)
     trainer = Trainer(config)
     params = language_model.train(trainer, language_model.masksafe_loss, data, held_out, console).params
     most = config.length - options.tokens
     prompts = [vocabulary.encode(f.prompt)[:most] for f in functions if f.prompt.count('"""') == 2][: options.prompts]
-    texts = compare(trainer, params, prompts, options, console)
+
+    generator = Generator(trainer.graph, params, options.window)
+    places = options.places if options.window is None else options.window + options.chunk - 1
+    for _ in range(2):  # the second run is without compiling
+        start, cache = time.perf_counter(), empty_cache(config, options.rows, places)
+        texts, made = generate(generator, cache, prompts, options.tokens, options.chunk)
+        seconds = time.perf_counter() - start
+    console.print(f"{made / seconds:.0f} tokens a second")
     if options.window is None:
         full = [generate_without_cache(trainer, params, p, options.tokens, config.length) for p in prompts[:3]]
-        same = [text.generated for text in texts["masksafe"][:3]] == full
+        same = [text.generated for text in texts[:3]] == full
         console.print(f"The tokens are {'' if same else 'NOT '}those of the full forward pass.")
-    agree = [text.generated for text in texts["masksafe"]] == [text.generated for text in texts["jax.nn"]]
-    console.print(f"Those of jax.nn, from a clean cache, are {'the same' if agree else 'others'}.")
-    for text in texts["masksafe"][:2]:
+    for text in texts[:2]:
         console.rule("a prompt and its continuation")
         console.print(Syntax(vocabulary.decode([*text.tokens, *text.generated]), "python"))
 

@@ -77,15 +77,20 @@ def make_params(key: jax.Array) -> Params:
     return {name: 0.1 * jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
 
+def features_of(params: Params, inputs: jax.Array, positions: jax.Array, axis_name: str | None = None) -> jax.Array:
+    """Of each character; `axis_name` is the axis of devices that share the characters of a line, if any."""
+    x = params["embedding"][inputs] + params["position"][positions]
+    heads = (masksafe.rms_norm(x) @ params["qkv"]).reshape(*x.shape[:2], 3 * HEADS, WIDTH // HEADS)
+    attended = masksafe.dot_product_attention(*jnp.split(heads, 3, axis=2), is_causal=True, axis_name=axis_name)
+    x += attended.reshape(x.shape) @ params["out"]
+    x += jax.nn.gelu(masksafe.rms_norm(x) @ params["up"]) @ params["down"]
+    return masksafe.rms_norm(x)
+
+
 def mean_loss(params: Params, inputs: jax.Array, labels: jax.Array) -> masksafe.MaskedMean:
     """The mean loss per character, not yet divided."""
     is_live = labels != IGNORED
-    x = params["embedding"][inputs] + params["position"]
-    heads = (masksafe.rms_norm(x) @ params["qkv"]).reshape(*x.shape[:2], 3 * HEADS, WIDTH // HEADS)
-    attended = masksafe.dot_product_attention(*jnp.split(heads, 3, axis=2), is_causal=True)
-    x += attended.reshape(x.shape) @ params["out"]
-    x += jax.nn.gelu(masksafe.rms_norm(x) @ params["up"]) @ params["down"]
-    logits = masksafe.rms_norm(x) @ params["embedding"].T
+    logits = features_of(params, inputs, jnp.arange(LENGTH)) @ params["embedding"].T
     losses = masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, labels, where=is_live)
     return masksafe.MaskedMean.of(losses, is_live)
 

@@ -6,38 +6,26 @@ segment, and the rest of the row is padding. With a vocabulary of 16384 tokens, 
 largest array of the training step; masksafe's linear cross-entropy never stores them, and computes nothing for the
 tokens of prompts and padding.
 
-    python examples/language_model.py               # about three minutes on two cores
-    python examples/language_model.py --loss optax  # trains with matmul + optax instead
+    python examples/language_model.py    # about three minutes on two cores
 
-Either way, the time and memory of a training step with each loss are compared first.
+The time and memory of a training step with matmul and optax instead are compared first.
 """
 
-import ast
-import collections
-import contextlib
 import dataclasses
 import functools
-import re
-import textwrap
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import shared
+from bodies import IGNORED, Rows, prepare_data
 from flax import nnx
 from rich.console import Console
-from rich.syntax import Syntax
 
 import masksafe
-
-IGNORED = -100  # the label of a masked token
-END, FIRST_BYTE, FIRST_WORD = 0, 1, 257  # a word that is not in the vocabulary is spelled in bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,106 +42,6 @@ class Config:
     learning_rate: float = 3e-3
     evaluate_every: int = 50
     seed: int = 0
-
-
-# The data: every function of the standard library, as a prompt and a body to write.
-
-
-class Function(NamedTuple):
-    """Signature and docstring, and the body that follows."""
-
-    prompt: str
-    body: str
-
-
-def read_functions() -> list[Function]:
-    found: list[Function] = []
-    for tree, source in shared.library_sources():
-        with contextlib.suppress(UnicodeDecodeError):
-            found += functions_of(tree, source.decode("utf-8").splitlines(keepends=True))
-    return found
-
-
-def functions_of(tree: ast.AST, lines: list[str]) -> Iterator[Function]:
-    """The functions of a module and the methods of its classes, without those nested in functions."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            has_docstring = ast.get_docstring(node) is not None
-            statements = node.body[1:] if has_docstring else node.body
-            if statements and statements[0].lineno > node.lineno:
-                start, middle, end = node.lineno - 1, statements[0].lineno - 1, node.end_lineno
-                text = textwrap.dedent("".join(lines[start:end])).splitlines()
-                prompt, body = text[: middle - start], text[middle - start :]
-                yield Function("\n".join(prompt), "".join(f"\n{line}" for line in body))
-        else:
-            yield from functions_of(node, lines)
-
-
-def split_words(text: str) -> list[str]:
-    """Splits into words of names with a leading space or underscores, digits, signs, and line ends with indentation."""
-    return re.findall(r"\n *| ?_*[A-Z]?[a-z]+| ?_*[A-Z]+| ?\d| ?[^\w\s]|\w|\s", text)
-
-
-class Vocabulary:
-    """The most frequent words; all others are spelled in bytes, so nothing is unknown."""
-
-    def __init__(self, functions: Iterable[Function], size: int) -> None:
-        counts = collections.Counter(word for f in functions for word in split_words(f.prompt + f.body))
-        self.words = [word for word, _ in counts.most_common(size - FIRST_WORD)]
-        self.tokens = {word: FIRST_WORD + i for i, word in enumerate(self.words)}
-
-    def encode(self, text: str) -> list[int]:
-        def tokens_of(word: str) -> list[int]:
-            return [self.tokens[word]] if word in self.tokens else [FIRST_BYTE + b for b in word.encode()]
-
-        return [token for word in split_words(text) for token in tokens_of(word)]
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        def bytes_of(token: int) -> bytes:
-            if token < FIRST_WORD:
-                return bytes([token - FIRST_BYTE]) if token != END else b""
-            return self.words[token - FIRST_WORD].encode()
-
-        return b"".join(bytes_of(int(token)) for token in tokens).decode(errors="replace")
-
-
-class Rows(NamedTuple):
-    """Packed rows, every array `[rows, length]`."""
-
-    inputs: np.ndarray
-    labels: np.ndarray  # the next token; IGNORED in prompts and padding
-    segments: np.ndarray  # which function a token belongs to, from 1; 0 is padding
-    positions: np.ndarray  # within the function
-
-    def __getitem__(self, index: Any) -> "Rows":  # type: ignore[override]
-        return Rows(*(array[index] for array in tuple(self)))
-
-
-def pack(functions: Iterable[Function], vocabulary: Vocabulary, length: int) -> Rows:
-    """Packs functions one after another, and starts a new row if one does not fit. Long ones are cut."""
-    rows: list[tuple[np.ndarray, ...]] = []
-    used, segment = length, 0
-    for function in functions:
-        prompt, body = vocabulary.encode(function.prompt), vocabulary.encode(function.body)
-        tokens = np.array([*prompt, *body, END][: length + 1])
-        number = len(tokens) - 1
-        if used + number > length:
-            rows.append((np.full(length, END), np.full(length, IGNORED), np.zeros(length, int), np.zeros(length, int)))
-            used, segment = 0, 0
-        inputs, labels, segments, positions = (array[used : used + number] for array in rows[-1])
-        used, segment = used + number, segment + 1
-        inputs[:], segments[:], positions[:] = tokens[:-1], segment, np.arange(number)
-        labels[len(prompt) - 1 :] = tokens[len(prompt) :]
-    return Rows(*map(np.stack, zip(*rows, strict=True)))
-
-
-def prepare_data(config: Config) -> tuple[Rows, Rows, list[Function], Vocabulary]:
-    """Rows for training, rows held out, the functions of these, and the vocabulary."""
-    functions = read_functions()
-    np.random.default_rng(config.seed).shuffle(functions)
-    held_out, training = functions[:256], functions[256:]
-    vocabulary = Vocabulary(training, config.vocabulary)
-    return pack(training, vocabulary, config.length), pack(held_out, vocabulary, config.length), held_out, vocabulary
 
 
 def batches(data: Rows, config: Config) -> Iterator[Rows]:
@@ -269,26 +157,6 @@ class Trainer:
 
         return step
 
-    def complete(self, params: Any, prompt: list[int], number: int, temperature: float = 0.6) -> list[int]:
-        """The prompt, continued by the model with up to `number` tokens."""
-        length = self.config.length
-        tokens = prompt[: length - number]
-
-        @jax.jit
-        def next_token(inputs: jax.Array, at: jax.Array, key: jax.Array) -> jax.Array:
-            ones = jnp.ones((1, length), int)
-            model = nnx.merge(self.graph, params)
-            features = model.within_segments(Rows(inputs[None], ones, ones, jnp.arange(length)[None]))[0, at]
-            return jax.random.categorical(key, features @ model.kernel[...] / temperature)
-
-        for key in jax.random.split(jax.random.key(self.config.seed), number):
-            inputs = np.full(length, END)
-            inputs[: len(tokens)] = tokens
-            tokens = [*tokens, int(next_token(inputs, len(tokens) - 1, key))]
-            if tokens[-1] == END:
-                break
-        return tokens
-
 
 class History(NamedTuple):
     """The results of a training run."""
@@ -301,8 +169,7 @@ class History(NamedTuple):
 def train(trainer: Trainer, loss: Loss, data: Rows, held_out: Rows, console: Console) -> History:
     config, state = trainer.config, trainer.initial_state()
     step = trainer.make_step(loss)
-    jax.block_until_ready(step(state, data[: config.batch_size]))  # compiles: the tokens in a second are without it
-    losses, scores, tokens, seconds = [], [], 0, 0.0
+    losses, scores = [], []
 
     def report(number: int) -> None:
         parts = [held_out[i : i + config.batch_size] for i in range(0, len(held_out.labels), config.batch_size)]
@@ -313,14 +180,11 @@ def train(trainer: Trainer, loss: Loss, data: Rows, held_out: Rows, console: Con
     report(0)
     with shared.progress("training", config.steps, console) as advance:
         for number, batch in zip(range(1, config.steps + 1), batches(data, config), strict=False):
-            start = time.perf_counter()
             state, value = step(state, batch)
             losses.append(float(value))
-            seconds, tokens = seconds + time.perf_counter() - start, tokens + unmasked(batch)
-            advance(f"loss {losses[-1]:.3f}, {tokens / seconds:5.0f} tokens/s")
+            advance(f"loss {losses[-1]:.3f}")
             if number % config.evaluate_every == 0 or number == config.steps:
                 report(number)
-    console.print(f"{tokens} unmasked tokens, {tokens / seconds:.0f} in a second")
     return History(state.params, losses, scores)
 
 
@@ -336,35 +200,18 @@ def compare(
     return shared.costs_of(steps, (trainer.initial_state(), data[: trainer.config.batch_size]), rounds)
 
 
-def plot(history: History, name: str, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(range(1, len(history.losses) + 1), history.losses, alpha=0.4, linewidth=1, label="training")
-    axes.plot(*zip(*history.held_out, strict=True), "o-", label="held out")
-    title = f"Bodies of functions from their signatures and docstrings ({name})"
-    axes.set(xlabel="step", ylabel="cross-entropy per unmasked token (nats)", title=title)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    shared.save(figure, path)
-
-
 def main() -> None:
-    parser = shared.parser_of(__doc__, steps=Config.steps, seed=Config.seed)
-    parser.add_argument("--loss", choices=LOSSES, default="masksafe", help="to train with; default: %(default)s")
-    arguments, console = parser.parse_args(), Console()
-    config = Config(steps=arguments.steps, seed=arguments.seed)
-    data, held_out, functions, vocabulary = prepare_data(config)
+    arguments, console = (
+        shared.parser_of(__doc__, writes=False, steps=Config.steps).parse_args(),
+        Console(),
+    )
+    config = Config(steps=arguments.steps)
+    data, held_out, *_ = prepare_data(config)
     console.print(f"{data.labels.size} tokens; {unmasked(data) / data.labels.size:.0%} of these are not masked")
 
     trainer = Trainer(config)
     shared.show_costs({"a training step": compare(trainer, data)}, "With each loss", console)
-    history = train(trainer, LOSSES[arguments.loss], data, held_out, console)
-    for function in [f for f in functions if '"""' in f.prompt and len(f.prompt) < 200][:3]:
-        console.rule("a held-out prompt and what the model makes of it")
-        text = vocabulary.decode(trainer.complete(history.params, vocabulary.encode(function.prompt), 60))
-        console.print(Syntax(text, "python"))
-    picture = arguments.output / "language_model.png"
-    plot(history, arguments.loss, picture)
-    console.print(f"the loss curve is in {picture}")
+    train(trainer, masksafe_loss, data, held_out, console)
 
 
 if __name__ == "__main__":

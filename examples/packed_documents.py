@@ -143,7 +143,10 @@ def train(config: Config, data: Batch) -> Iterator[float]:
 
 if __name__ == "__main__":
     data = pack(read_documents(), Config.length)
-    print(f"devices: {jax.device_count()}, tokens: {data.tokens.size}, padding: {np.mean(data.segments == 0):.0%}")
+    print(
+        f"devices: {jax.device_count()}, tokens: {data.tokens.size}, padding: {np.mean(data.segments == 0):.0%}",
+        flush=True,
+    )
     for number, value in enumerate(train(Config(), data)):
         if number % 5 == 0:
-            print(f"step {number:3d}  loss {value:.3f}")
+            print(f"step {number:3d}  loss {value:.3f}", flush=True)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax
+
 
 class Child(NamedTuple):
     """A process that was started, and what it has written, which is forwarded as it comes."""
@@ -75,6 +77,21 @@ def wait_for(children: Sequence[Child], limit: float = 1500, grace: float = 100)
     for child in children:
         child.reader.join()
     return [status for status in statuses if status is not None]
+
+
+def outcome(command: Sequence[str], number: int, devices: int) -> tuple[list[int], list[list[str]]]:
+    """The exit status and the lines of each process, when all have ended."""
+    with started(command, number, devices) as children:
+        return wait_for(children), [child.lines for child in children]
+
+
+def join(coordinator: str, number: int, process: int) -> None:
+    """What a process does that was started: it finds the others. On a CPU they exchange arrays by gloo."""
+    exit_with_parent()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # A process that fails alone ends without waiting long for the others, and they hear of it.
+    limits = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
+    jax.distributed.initialize(coordinator, number, process, **limits)
 
 
 def exit_with_parent() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import contextlib
+import math
 import statistics
 import sysconfig
 import time
@@ -70,6 +71,23 @@ def same_bits(first: Any, second: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (first, second)), strict=True))
 
 
+class Record(NamedTuple):
+    """A run, which ends at its first NaN."""
+
+    params: Any
+    losses: list[float]
+    scores: list[float] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return math.isnan(self.losses[-1])
+
+
+def tell_same(clean: Any, garbage: Any, console: Console) -> None:
+    same = "the same bits" if same_bits(clean, garbage) else "NOT the same bits"
+    console.print(f"masksafe, with garbage in the padding: {same}")
+
+
 class Cost(NamedTuple):
     """The cost of a compiled function."""
 
@@ -109,6 +127,17 @@ def smooth(values: Sequence[float], window: int) -> tuple[np.ndarray, np.ndarray
     window = max(1, min(window, len(values)))
     means = np.convolve(values, np.ones(window) / window, "valid")
     return np.arange(len(means)) + window, means
+
+
+def draw_run(
+    axis: Any, name: str, steps: Sequence[int], values: Any, *, has_ended: bool, color: str, size: float
+) -> None:
+    """A curve, or a cross at the end of a run that has become NaN."""
+    if has_ended:
+        label = f"{name}: NaN at step {steps[-1]}"
+        axis.plot(steps[-1], values[-1], "X", color=color, markersize=max(size, 9), label=label, zorder=3)
+    else:
+        axis.plot(steps, values, color=color, linewidth=size, label=name)
 
 
 def save(figure: Figure, path: Path) -> None:

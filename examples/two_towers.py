@@ -15,10 +15,7 @@ functions that are not trained on, find their name among a thousand, and what me
 
 import functools
 import math
-import re
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,132 +25,31 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import shared
+from bags import (
+    FEATURES,
+    GARBAGE,
+    LAST_ROW,
+    ZEROS,
+    Batch,
+    Pairs,
+    Texts,
+    draw_batches,
+    hold_out,
+    make_batch,
+    make_pairs,
+    select_functions,
+)
+from names import read_functions
 from rich.console import Console
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
-from train_names import read_functions, split_words
 
 import masksafe
 
-ROWS = 256  # of a batch, with padding
-DOCSTRING, NAME = 64, 24  # the most features of a text
-FEATURES, WIDTH = 2**14, 64
+WIDTH = 64
 HELD_OUT = 1000  # functions
 EVALUATE_EVERY = 10
+MEASURED = 4096  # rows
 
 Params = dict[str, jax.Array]
-
-
-# The data: texts are bags of features, words and their trigrams, hashed.
-
-
-class Texts(NamedTuple):
-    features: np.ndarray  # [N, most], indices of the table
-    weights: np.ndarray  # [N, most], rare features weigh more
-    lengths: np.ndarray  # [N], how many there are; 0 is padding
-
-
-class Pairs(NamedTuple):
-    """Docstrings and names of the same functions."""
-
-    docstrings: Texts
-    names: Texts
-    ids: np.ndarray  # [N], equal for functions with the same name, or the same docstring
-
-    def rows(self, index: Any) -> "Pairs":
-        return jax.tree.map(lambda x: x[index], self)
-
-
-def split_name(name: str) -> list[str]:
-    """The words of a name in snake case or camel case."""
-    return re.findall(r"[a-z]+|[0-9]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
-
-
-def features_of(words: list[str]) -> list[str]:
-    return [f for w in words for f in (w, *(f"<{w}>"[i : i + 3] for i in range(len(w)) if len(w) > 2))]
-
-
-def hashed(feature: str) -> int:
-    return zlib.crc32(feature.encode()) % FEATURES
-
-
-def make_texts(texts: list[list[str]], rarity: dict[str, float], most: int) -> Texts:
-    features, weights = np.zeros((len(texts), most), np.int32), np.zeros((len(texts), most), np.float32)
-    for i, text in enumerate(texts):
-        features[i, : len(text)] = [hashed(f) for f in text[:most]]
-        weights[i, : len(text)] = [rarity[f] for f in text[:most]]
-    return Texts(features, weights, np.minimum([len(text) for text in texts], most).astype(np.int32))
-
-
-def number_alike(functions: list[tuple[str, str]]) -> np.ndarray:
-    """A number for each function, the same for those with equal names or equal docstrings."""
-    columns = [np.unique(column, return_inverse=True)[1] for column in zip(*functions, strict=True)]
-    ends = columns[0], columns[1] + max(columns[0]) + 1
-    size = max(ends[1]) + 1
-    return connected_components(coo_array((np.ones(len(functions)), ends), shape=(size, size)))[1][ends[0]]
-
-
-def make_pairs(functions: list[tuple[str, str]]) -> Pairs:
-    docstrings = [features_of([w for w in split_words(d) if w.isalnum()]) for d, _ in functions]
-    names = [features_of(split_name(n)) for _, n in functions]
-    counts = Counter(f for text in (*docstrings, *names) for f in set(text))
-    rarity = {f: math.log(2 * len(functions) / n) for f, n in counts.items()}
-    return Pairs(make_texts(docstrings, rarity, DOCSTRING), make_texts(names, rarity, NAME), number_alike(functions))
-
-
-def select_functions(functions: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Those with a docstring and a name that tell something, each once."""
-    return sorted({(d, n) for d, n in functions if len(split_words(d)) > 2 and not n.startswith("__")})
-
-
-def hold_out(pairs: Pairs, number: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The indices of the functions to train on, and of so many others, of which no two are alike."""
-    ids, first = np.unique(pairs.ids, return_index=True)
-    chosen = generator.permutation(len(ids))[:number]
-    return np.flatnonzero(~np.isin(pairs.ids, ids[chosen])), first[chosen]
-
-
-# Batches, and what stands in their padding.
-
-ZEROS, LAST_ROW, GARBAGE = "zeros", "the last row again", "NaN, inf, 1e38"
-GARBAGE_NUMBERS = [np.nan, np.inf, -np.inf, 1e38, -1e38]
-GARBAGE_FEATURES = [-1, FEATURES, np.iinfo(np.int32).max, np.iinfo(np.int32).min]
-
-
-class Batch(NamedTuple):
-    pairs: Pairs
-    where: np.ndarray  # [ROWS], False is padding
-
-
-def draw_batches(pairs: Pairs, epochs: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
-    """The functions of each batch, from a quarter of the rows to all of them."""
-    for _ in range(epochs):
-        order, first = generator.permutation(len(pairs.ids)), 0
-        while first < len(order):
-            number = generator.integers(ROWS // 4, ROWS + 1)
-            yield order[first : first + number]
-            first += number
-
-
-def pad_texts(texts: Texts, where: np.ndarray, padding: str, generator: np.random.Generator) -> Texts:
-    """The texts with zeros or garbage behind the end of each, and in all of the rows of padding."""
-    lengths = np.where(where, texts.lengths, 0)
-    is_real = np.arange(texts.features.shape[1]) < lengths[:, None]
-    numbers, features = (GARBAGE_NUMBERS, GARBAGE_FEATURES) if padding == GARBAGE else ([0.0], [0])
-    return Texts(
-        np.where(is_real, texts.features, generator.choice(features, is_real.shape)).astype(np.int32),
-        np.where(is_real, texts.weights, generator.choice(numbers, is_real.shape)).astype(np.float32),
-        lengths,
-    )
-
-
-def make_batch(pairs: Pairs, index: np.ndarray, padding: str, generator: np.random.Generator) -> Batch:
-    where = np.arange(ROWS) < len(index)
-    rows = pairs.rows(np.pad(index, (0, ROWS - len(index)), mode="edge"))
-    if padding == LAST_ROW:
-        return Batch(rows, where)
-    docstrings, names = (pad_texts(texts, where, padding, generator) for texts in (rows.docstrings, rows.names))
-    return Batch(Pairs(docstrings, names, np.where(where, rows.ids, 0)), where)
 
 
 # The losses, of embeddings x and y [N, WIDTH] and the scale of their cosines.
@@ -240,23 +136,6 @@ RUNS = {
 optimizer = optax.adam(0.003)
 
 
-class Record(NamedTuple):
-    """A run; it ends at the first NaN."""
-
-    params: Params
-    losses: list[float]
-    recalls: list[float]  # every EVALUATE_EVERY steps, and at the end
-
-    @property
-    def has_ended(self) -> bool:
-        return math.isnan(self.losses[-1])
-
-    @property
-    def steps(self) -> list[int]:
-        """Those after which recall was measured."""
-        return [*range(0, len(self.losses), EVALUATE_EVERY), len(self.losses)][: len(self.recalls)]
-
-
 @functools.partial(jax.jit, static_argnums=3)
 def train_step(params: Params, state: Any, batch: Batch, ops: Ops) -> tuple[Params, Any, jax.Array]:
     loss, gradients = jax.value_and_grad(loss_of)(params, batch, ops)
@@ -271,28 +150,28 @@ def cosines(params: Params, pairs: Pairs) -> jax.Array:
     return docstrings @ names.T
 
 
-def recall(params: Params, pairs: Pairs, most: int = 1) -> float:
-    """The share of docstrings whose name is among so many nearest ones."""
+def recall(params: Params, pairs: Pairs) -> float:
+    """The share of docstrings whose name is the nearest."""
     similarity = np.asarray(cosines(params, pairs))
-    return float(np.mean(np.sum(similarity > np.diag(similarity)[:, None], 1) < most))
+    return float(np.mean(similarity.max(1) == np.diag(similarity)))
 
 
-def train(name: str, pairs: Pairs, held_out: Pairs, epochs: int, console: Console) -> Record:
+def train(name: str, pairs: Pairs, held_out: Pairs, epochs: int, console: Console) -> shared.Record:
     """All runs draw the same batches."""
     ops, padding = RUNS[name]
     params, of_padding = make_params(jax.random.key(0)), np.random.default_rng(2)
-    state, losses, recalls = optimizer.init(params), [], []
+    state, losses, scores = optimizer.init(params), [], []
     batches = list(draw_batches(pairs, epochs, np.random.default_rng(1)))
     with shared.progress(name, len(batches), console) as advance:
         for step, index in enumerate(batches):
             if step % EVALUATE_EVERY == 0:
-                recalls.append(recall(params, held_out))
+                scores.append(recall(params, held_out))
             params, state, loss = train_step(params, state, make_batch(pairs, index, padding, of_padding), OPS[ops])
             losses.append(float(loss))
             advance(f"loss {losses[-1]:.3f}")
             if math.isnan(losses[-1]):
-                return Record(params, losses, recalls)
-    return Record(params, losses, [*recalls, recall(params, held_out)])
+                return shared.Record(params, losses, scores)
+    return shared.Record(params, losses, [*scores, recall(params, held_out)])
 
 
 # Costs, a table and the picture.
@@ -311,39 +190,23 @@ def measure(rows: int, width: int = 256, rounds: int = 5) -> dict[str, shared.Co
     return shared.costs_of(functions, jax.device_put((*pair, np.float32(20))), rounds)
 
 
-def line_of(name: str, record: Record, held_out: Pairs) -> list[str]:
-    middle, last = record.recalls[len(record.recalls) // 2], record.recalls[-1]
-    cells = [f"{middle:.3f}", f"{last:.3f}", f"{recall(record.params, held_out, 5):.3f}"]
-    return [name, str(len(record.losses)), *(["NaN"] * 3 if record.has_ended else cells)]
-
-
-def draw(records: dict[str, Record], costs: dict[int, dict[str, shared.Cost]], path: Path) -> None:
+def draw(records: dict[str, shared.Record], costs: dict[str, shared.Cost], path: Path) -> None:
     with plt.rc_context({"font.size": 13}):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 6), width_ratios=(5, 2), layout="constrained")
-        draw_recalls(left, records)
-        draw_memory(right, *list(costs.items())[-1])
+        colors, sizes = ("deepskyblue", "midnightblue", "orange", "firebrick", "black"), (8, 3, 3, 3, 12)
+        for (name, record), color, size in zip(records.items(), colors, sizes, strict=True):
+            steps = [*range(0, len(record.losses), EVALUATE_EVERY), len(record.losses)]
+            steps = steps[-1:] if record.has_ended else steps
+            percent = 100 * np.array(record.scores[-len(steps) :])
+            shared.draw_run(left, name, steps, percent, has_ended=record.has_ended, color=color, size=size)
+        left.set(xlabel="step", ylabel="recall@1 (%)", title="Docstrings that find their name")
+        left.set_ylim(bottom=-1)
+        left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), title="loss, and what the padding holds")
+        mebibytes = [cost.temporary_bytes / 2**20 for cost in costs.values()]
+        bars = right.bar([name.replace(" ", "\n") for name in costs], mebibytes, color=("deepskyblue", "lightgrey"))
+        right.bar_label(bars, fmt="%.0f")
+        right.set(title=f"MiB of a loss\nof {MEASURED} rows", ylim=(0, 1.15 * max(mebibytes)))
         shared.save(figure, path)
-
-
-def draw_recalls(axis: Any, records: dict[str, Record]) -> None:
-    colors, sizes = ("deepskyblue", "midnightblue", "orange", "firebrick", "black"), (8, 3, 3, 3, 12)
-    for (name, record), color, size in zip(records.items(), colors, sizes, strict=True):
-        percent = 100 * np.array(record.recalls)
-        if record.has_ended:
-            label = f"{name}: NaN at step {len(record.losses)}"
-            axis.plot(len(record.losses), percent[-1], "X", color=color, markersize=size, label=label, zorder=3)
-        else:
-            axis.plot(record.steps, percent, color=color, linewidth=size, label=name)
-    axis.set(xlabel="step", ylabel="recall@1 (%)", title="Docstrings that find their name")
-    axis.set_ylim(bottom=-1)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), title="loss, and what the padding holds")
-
-
-def draw_memory(axis: Any, rows: int, costs: dict[str, shared.Cost]) -> None:
-    mebibytes = [cost.temporary_bytes / 2**20 for cost in costs.values()]
-    bars = axis.bar([name.replace(" ", "\n") for name in costs], mebibytes, color=("deepskyblue", "lightgrey"))
-    axis.bar_label(bars, fmt="%.0f")
-    axis.set(title=f"MiB of a loss\nof {rows} rows", ylim=(0, 1.15 * max(mebibytes)))
 
 
 def main() -> None:
@@ -354,20 +217,19 @@ def main() -> None:
     pairs, held_out = everything.rows(for_training), everything.rows(for_tests)
     console.print(f"{len(for_training)} functions to train on, {len(for_tests)} to find")
     records = {name: train(name, pairs, held_out, arguments.epochs, console) for name in RUNS}
-    lines = (line_of(name, record, held_out) for name, record in records.items())
-    header = ["", "steps", "recall@1 half-way", "recall@1", "recall@5"]
-    shared.show("Docstrings that find their name", header, lines, console)
-    clean, same = records[CLEAN], shared.same_bits(records[CLEAN], records[POLLUTED])
-    console.print(f"masksafe, with garbage in the padding: {'the' if same else 'NOT the'} same bits")
-    found = [functions[i] for i in for_tests]
+    found = lambda record: "NaN" if record.has_ended else f"{record.scores[-1]:.3f}"  # noqa: E731
+    lines = ([name, str(len(record.losses)), found(record)] for name, record in records.items())
+    shared.show("Docstrings that find their name", ["", "steps", "recall@1"], lines, console)
+    clean = records[CLEAN]
+    shared.tell_same(clean, records[POLLUTED], console)
+    functions = [functions[i] for i in for_tests]
     nearest = np.argsort(-np.asarray(cosines(clean.params, held_out)), 1)[:, :3]
-    short = [i for i, (docstring, _) in enumerate(found) if len(docstring) < 60 and docstring.endswith(".")][:8]
-    lines = ([*found[i], ", ".join(found[j][1] for j in nearest[i])] for i in short)
+    short = [i for i, (docstring, _) in enumerate(functions) if len(docstring) < 60 and docstring.endswith(".")][:8]
+    lines = ([*functions[i], ", ".join(functions[j][1] for j in nearest[i])] for i in short)
     shared.show("Functions that are not trained on", ["docstring", "name", "the nearest"], lines, console)
 
-    costs = {rows: measure(rows) for rows in (1024, 4096)}
-    of_rows = {f"{rows} rows": of for rows, of in costs.items()}
-    shared.show_costs(of_rows, "The loss and its gradient, of 256 columns", console)
+    costs = measure(MEASURED)
+    shared.show_costs({f"{MEASURED} rows": costs}, "The loss and its gradient, of 256 columns", console)
     picture = arguments.output / "two_towers.png"
     draw(records, costs, picture)
     console.print(f"recall and memory are in {picture}")

@@ -30,7 +30,9 @@ from results import (
     write_csv,
 )
 from rich.console import Console
-from rich.progress import track
+
+sys.path.append(str(ROOT / "examples"))
+from shared import progress
 
 QUICK = ROOT / "examples" / "output" / "benchmarks"
 BUSY = 0.5  # processes that are running already
@@ -106,11 +108,13 @@ def rows_of_all(
 ) -> tuple[list[Any], list[str]]:
     """The rows of the cases of benchmarks, and which failed: these must not cost the others of a long run."""
     rows, failures = [], []
-    for name, case in track(cases, title, console=console):
-        try:
-            rows += rows_of(name, case)
-        except Exception as error:
-            failures.append(f"{name}: {case}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    with progress(title, len(cases), console) as advance:
+        for name, case in cases:
+            try:
+                rows += rows_of(name, case)
+            except Exception as error:
+                failures.append(f"{name}: {case}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            advance(str(case))
     return rows, failures
 
 

@@ -52,7 +52,6 @@ from results import (
     write_csv,
 )
 from rich.console import Console
-from rich.table import Table
 
 DTYPES = ("float32", "bfloat16")
 NO_SIZE = 2**16  # bytes: what is smaller is not worth a ratio
@@ -306,31 +305,14 @@ def publish(target: str, docs: Path) -> None:
 # The command line
 
 
-def as_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """For the terminal."""
-    table = Table(*header)
-    for line in lines:
-        table.add_row(*(cell.replace("**", "") for cell in line))
-    return table
-
-
-def table_of(rows: Sequence[Row], target: str) -> Table:
-    """Every case, the largest ratio first."""
+def table_of(rows: Sequence[Row], target: str) -> str:
+    """A line for each op, of the terminal, where bold says nothing."""
+    found = pairs(rows)
     if target == SIZES_ON:
-        header, figures = ["op", "mask", "against", "what"], operations.FIGURES
-        lines = [
-            [operations.name_of(pair.row), pair.row.mask, pair.peer.candidate, pair.row.what]
-            + [cell for figure in figures for cell in operations.of_both(pair, figure)]
-            for pair in operations.sorted_pairs(rows)
-        ]
-        return as_table([*header, *(title for figure in figures for title in (figure, "ratio"))], lines)
-    lines = []
-    for pair in sorted(pairs(rows), key=lambda pair: -pair.of("bytes_moved")):
-        row, sizes = pair.row, [of_both(pair, figure, mib) for figure in ("bytes_moved", "temporary_bytes")]
-        further = sizes[0], f"{pair.of('bytes_moved'):.2f}", of_both(pair, "launches"), sizes[1]
-        lines.append([row.work, row.mask, row.dtype, pair.peer.candidate, row.what, *further])
-    header = ["op", "mask", "dtype", "against", "what", "MiB", "ratio", "launches", "temporaries, MiB"]
-    return as_table(header, lines)
+        table = as_markdown(operations.HEADER, operations.lines_of(operations.sorted_pairs(rows)))
+    else:
+        table = as_markdown(header_of(found), lines_of_ops(found))
+    return table.replace("**", "")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -355,8 +337,7 @@ def chosen(cases: Sequence[tuple[str, Case]], options: argparse.Namespace) -> li
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    options = parse(arguments)
+    console, options = Console(), parse(arguments)
     target, counts_sizes = TARGETS[options.target], options.target == SIZES_ON
     if not options.plot_only:
         if not target.is_installed:
@@ -369,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         cases = [(name, case) for name, of in (on_cpu() if counts_sizes else benchmarks()).items() for case in of]
         rows, failures = rows_of_all(chosen(cases, options), found_of, f"Compiling for {target.name}", console)
-        console.print(table_of(rows, target.name))
+        console.print(table_of(rows, target.name), markup=False, soft_wrap=True)
         if failures:
             console.print("These cases failed:", *failures, sep="\n", markup=False)
         if options.quick or options.only:

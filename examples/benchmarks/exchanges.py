@@ -19,13 +19,13 @@ import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
+from command import progress
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from measure import GRADIENT, PASSES, VALUE, Row, environment_now, with_gradient
 from programs import TARGETS, Program, compile_for, devices
 from results import DOCS, MIB, as_markdown, csv_of, environment, fill_pages, number, read_csv, write_csv
 from rich.console import Console
-from rich.progress import track
 
 import masksafe
 from masksafe import losses
@@ -196,9 +196,11 @@ def main() -> None:
             if not TARGETS[target].is_installed:
                 raise SystemExit(f"{target}: {TARGETS[target].module} is not installed: {TARGETS[target].install}")
             rows = [row for row in rows if row.target != target]
-            for op in track(OPS, f"Compiling for {NUMBERS[target]} {target}", console=console):
-                rows += rows_of(op, target, NUMBERS[target])
-                jax.clear_caches()
+            with progress(f"Compiling for {NUMBERS[target]} {target}", len(OPS), console) as advance:
+                for op in OPS:
+                    rows += rows_of(op, target, NUMBERS[target])
+                    jax.clear_caches()
+                    advance(op.name)
         write_csv(TABLE, rows, ["machine", "python"])
     fill_pages(DOCS, {"exchanges": table(rows)})
     console.print(table(rows), markup=False, soft_wrap=True)

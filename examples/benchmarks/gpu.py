@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from command import rows_of_all
-from compiled import PEERS, as_table, benchmarks, chosen, of_both, with_choice
+from compiled import PEERS, benchmarks, chosen, of_both, with_choice
 from measure import GRADIENT, Case, Row, Timing, is_installed, measure, milliseconds, pulled_back, row_of
-from results import NOTHING, csv_of, grouped, number, pairs, ratio_text, write_csv
+from results import NOTHING, as_markdown, csv_of, grouped, number, pairs, ratio_text, write_csv
 from rich.console import Console
 
 COPIED_BYTES = 2**30
@@ -124,12 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end, device = time.monotonic() + 60 * options.minutes, jax.devices()[0]
     if device.platform not in ("gpu", "cuda", "rocm"):
         sys.exit(f"gpu.py needs a GPU, and JAX's default device is {device}: install jax[cuda12], or see compiled.py")
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console()
     bandwidth = bytes_per_second()
     console.print(f"{device.device_kind}: {bandwidth / 1e9:.0f} GB/s in a copy")
     timed = lambda name, case: rows_of(name, case, bandwidth, end)  # noqa: E731
     rows, failures = rows_of_all(chosen(cases(), options), timed, "Timing", console)
-    console.print(as_table(HEADER, lines_of(rows)))
+    console.print(as_markdown(HEADER, lines_of(rows)).replace("**", ""), markup=False, soft_wrap=True)
     if failures:
         console.print("These cases were not timed:", *failures, sep="\n", markup=False)
     if rows and not options.quick and not options.only:

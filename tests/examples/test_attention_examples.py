@@ -1,4 +1,4 @@
-"""The examples of attention: flax's and equinox's layers with masksafe inside, and the empty context."""
+"""The examples of attention: flax's layers with masksafe inside, and the empty context."""
 
 import attention_in_flax
 import empty_context
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 
 X, CONTEXT = jax.random.normal(jax.random.key(0), (2, 2, 4, 8))
 MASK = jnp.array([[1, 1, 0, 1], [0, 0, 0, 0]], bool)[:, None, None, :]
@@ -21,7 +22,6 @@ def assert_the_layer_is_flax_own_but_for_empty_contexts(ours, theirs):
 
 @pytest.mark.slow
 def test_nnx():
-    nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
     layer = attention_in_flax.nnx_layer()
     own = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
     call = lambda layer: lambda mask: layer(X, CONTEXT, mask=mask)  # noqa: E731
@@ -30,20 +30,10 @@ def test_nnx():
 
 @pytest.mark.slow
 def test_linen():
-    linen = pytest.importorskip("flax.linen", reason="flax is not installed")
     layer, own = attention_in_flax.linen_layer(), linen.MultiHeadDotProductAttention(2)
     variables = own.init(jax.random.key(0), X, CONTEXT)
     call = lambda layer: lambda mask: layer.apply(variables, X, CONTEXT, mask=mask)  # noqa: E731
     assert_the_layer_is_flax_own_but_for_empty_contexts(call(layer), call(own))
-
-
-def test_equinox():
-    equinox = pytest.importorskip("equinox", reason="equinox is not installed")
-    layer = equinox.nn.MultiheadAttention(2, 8, key=jax.random.key(0))
-    attention = attention_in_flax.equinox_attention
-    expected = layer(X[0], CONTEXT[0], CONTEXT[0], jnp.broadcast_to(MASK[0, 0], (4, 4)))
-    np.testing.assert_allclose(attention(layer, X[0], CONTEXT[0], mask=MASK[0]), expected, rtol=1e-5, atol=1e-6)
-    assert (attention(layer, X[1], CONTEXT[1], mask=MASK[1]) == 0).all()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import io
 
+import bodies
 import distill
 import jax
 import language_model
@@ -22,8 +23,8 @@ SOURCE = inspect.getsource(_collections_abc)  # many short methods
 
 @pytest.fixture(scope="module")
 def data():
-    functions = list(language_model.functions_of(ast.parse(SOURCE), SOURCE.splitlines(keepends=True)))
-    return language_model.pack(functions, language_model.Vocabulary(functions, CONFIG.vocabulary), CONFIG.length)
+    functions = list(bodies.functions_of(ast.parse(SOURCE), SOURCE.splitlines(keepends=True)))
+    return bodies.pack(functions, bodies.Vocabulary(functions, CONFIG.vocabulary), CONFIG.length)
 
 
 @pytest.mark.slow
@@ -62,7 +63,7 @@ def test_a_step_needs_less_memory(data):
     student = distill.student_of(config, width=8)
     teacher = language_model.Trainer(config)
     distiller = distill.Distiller(student, teacher, teacher.params)
-    batch = language_model.Rows(*(np.zeros((8, 256), int) for _ in language_model.Rows._fields))
+    batch = bodies.Rows(*(np.zeros((8, 256), int) for _ in bodies.Rows._fields))
     compiled = {
         name: distiller.make_step(loss).lower(distiller.initial_state(), batch).compile()
         for name, loss in distill.DIVERGENCES.items()

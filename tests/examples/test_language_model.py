@@ -5,6 +5,7 @@ import ast
 import functools
 import inspect
 
+import bodies
 import chex
 import jax
 import language_model
@@ -20,17 +21,17 @@ SOURCE = inspect.getsource(_collections_abc)  # many short methods
 
 @pytest.fixture(scope="module")
 def functions():
-    return list(language_model.functions_of(ast.parse(SOURCE), SOURCE.splitlines(keepends=True)))
+    return list(bodies.functions_of(ast.parse(SOURCE), SOURCE.splitlines(keepends=True)))
 
 
 @pytest.fixture(scope="module")
 def vocabulary(functions):
-    return language_model.Vocabulary(functions, CONFIG.vocabulary)
+    return bodies.Vocabulary(functions, CONFIG.vocabulary)
 
 
 @pytest.fixture(scope="module")
 def data(functions, vocabulary):
-    return language_model.pack(functions, vocabulary, CONFIG.length)
+    return bodies.pack(functions, vocabulary, CONFIG.length)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def trainer():
 
 def test_a_function_is_a_prompt_and_a_body(functions):
     source = 'class A:\n    def f(x,\n          y):\n        """Adds."""\n        return x + y\n    def g(self): pass\n'
-    (function,) = language_model.functions_of(ast.parse(source), source.splitlines(keepends=True))
+    (function,) = bodies.functions_of(ast.parse(source), source.splitlines(keepends=True))
     assert function == ('def f(x,\n      y):\n    """Adds."""', "\n    return x + y")
     assert {"def _check_methods", "def __ior__", "def popitem"} <= {f.prompt.split("(")[0] for f in functions}
 
@@ -61,13 +62,13 @@ def test_packed_rows_hold_every_function(functions, vocabulary, data):
             found.append((one.inputs[own], one.labels[own]))
     for function, (inputs, labels) in zip(functions, found, strict=True):
         prompt, body = vocabulary.encode(function.prompt), vocabulary.encode(function.body)
-        tokens = [*prompt, *body, language_model.END][: CONFIG.length + 1]
+        tokens = [*prompt, *body, bodies.END][: CONFIG.length + 1]
         assert inputs.tolist() == tokens[:-1]
-        expected = [language_model.IGNORED] * (len(prompt) - 1) + tokens[len(prompt) :]
+        expected = [bodies.IGNORED] * (len(prompt) - 1) + tokens[len(prompt) :]
         assert labels.tolist() == expected[: len(inputs)]
     padding = data.segments == 0
     assert padding.any()
-    assert (data.labels[padding] == language_model.IGNORED).all()
+    assert (data.labels[padding] == bodies.IGNORED).all()
 
 
 def test_segments_do_not_see_each_other(trainer, data):
@@ -104,18 +105,3 @@ def test_costs_of_both(trainer, data):
     costs = language_model.compare(trainer, data, rounds=1)
     assert set(costs) == {"optax", "masksafe"}
     assert all(cost.seconds > 0 for cost in costs.values())
-
-
-def test_picture_of_the_curve(tmp_path):
-    history = language_model.History(None, [3.0, 2.0], [(0, 3.0), (2, 2.0)])
-    language_model.plot(history, "masksafe", tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_completion_begins_with_the_prompt(trainer, vocabulary):
-    prompt = vocabulary.encode("def wrap(text):")
-    tokens = trainer.complete(trainer.params, prompt, 4)
-    assert tokens[: len(prompt)] == prompt
-    assert len(prompt) < len(tokens) <= len(prompt) + 4
-    assert isinstance(vocabulary.decode(tokens), str)

@@ -1,17 +1,17 @@
 """The example of policy gradients: the reward rises, and what stands in the padding changes no bit."""
 
 import dataclasses
-import functools
 
 import jax
+import names
 import numpy as np
 import policy_gradient as example
 import pytest
+import rewards
 import shared
-import train_names
 from rich.console import Console
 
-MODEL = train_names.Config(docstring_length=4, name_length=8, width=16, heads=2, decoder_layers=1)
+MODEL = names.Config(docstring_length=4, name_length=8, width=16, heads=2, decoder_layers=1)
 CONFIG = example.Config(model=MODEL, groups=4, samples=8, steps=20, learning_rate=0.03, unanswered=0.25)
 TEXTS = ["set value", "get", "read the file", "add a"]
 
@@ -22,10 +22,12 @@ def share_of_small_letters(docstring, name):
 
 @pytest.fixture(scope="module")
 def trainer():
-    words = train_names.count_words([(text, "") for text in TEXTS])
-    tokens = train_names.tokenise([(text, "") for text in TEXTS], words, MODEL).docstrings
-    start = jax.tree.map(np.asarray, train_names.init_params(MODEL))
-    return example.Trainer(start, example.Prompts(TEXTS, tokens), CONFIG, share_of_small_letters)
+    words = names.count_words([(text, "") for text in TEXTS])
+    tokens = names.tokenise([(text, "") for text in TEXTS], words, MODEL).docstrings
+    start = jax.tree.map(np.asarray, names.init_params(MODEL))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rewards, "reward", share_of_small_letters)
+        yield example.Trainer(start, rewards.Prompts(TEXTS, tokens), CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def inputs(trainer, batch):
     ],
 )
 def test_reward(docstring, name, expected):
-    assert example.reward(docstring, name) == expected
+    assert rewards.reward(docstring, name) == expected
 
 
 @pytest.mark.slow
@@ -85,7 +87,7 @@ def gradients(loss, inputs, config=CONFIG):
 
 @pytest.mark.slow
 def test_both_formulas_are_the_same_on_clean_padding(inputs):
-    ours, theirs = (gradients(loss, inputs) for loss in example.LOSSES.values())
+    ours, theirs = (gradients(loss, inputs) for loss in (example.masksafe_loss, example.usual_loss))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-5), ours, theirs)
 
 
@@ -115,9 +117,7 @@ def test_groups_of_equal_rewards_and_without_any_have_no_part(inputs):
 
 @pytest.fixture
 def more_garbage(monkeypatch):
-    for name in (example.MASKSAFE, example.USUAL):
-        pollute = functools.partial(example.leave_garbage, bad_share=0.1)
-        monkeypatch.setitem(example.RUNS, f"{name}, garbage", (name, pollute))
+    monkeypatch.setattr(example, "BAD_SHARE", 0.1)
 
 
 @pytest.mark.slow
@@ -139,17 +139,17 @@ def test_the_sampler_has_the_distribution_of_the_model(trainer):
     """The first two characters of many names, drawn from a cache of NaN, against the full forward pass."""
     tokens = np.repeat(trainer.prompts.tokens[:1], 20_000, axis=0)
     drawn = np.asarray(trainer.names(trainer.start, tokens, jax.random.key(0)))
-    inputs = np.array([[train_names.START, drawn[0, 0], *[train_names.PAD] * (MODEL.name_length - 2)]])
-    logits = train_names.apply_model(trainer.start, tokens[:1], inputs, MODEL.heads)
+    inputs = np.array([[names.START, drawn[0, 0], *[names.PAD] * (MODEL.name_length - 2)]])
+    logits = names.features_of(trainer.start, tokens[:1], inputs, MODEL.heads) @ trainer.start["logits"]
     expected = jax.nn.softmax(logits / CONFIG.temperature)[0, :2]
     second = drawn[drawn[:, 0] == drawn[0, 0], 1]
     for characters, probabilities in zip((drawn[:, 0], second), expected, strict=True):
-        found = np.bincount(characters, minlength=train_names.CHARACTERS) / len(characters)
+        found = np.bincount(characters, minlength=names.CHARACTERS) / len(characters)
         np.testing.assert_allclose(found, probabilities, atol=5 * (0.25 / len(characters)) ** 0.5)
 
 
 def test_picture(tmp_path):
-    parts = example.Parts(0.1, 1.0, 0.0)
+    parts = example.Parts(0.1, 1.0)
     records = {name: example.Record({}, [0.1, 0.2], [parts] * 2, "usual" in name) for name in example.RUNS}
     example.draw(records, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
