@@ -114,9 +114,9 @@ def of_label(x, label):
     return -log_softmax(x)[label]
 
 
-def smoothed_of_label(x, label):
-    p = log_softmax(x)
-    return -0.9 * p[label] - 0.1 * np.mean(p), 0.01 * logsumexp(x) ** 2
+def smoothed_of_label(x, label, class_weights=1.0):
+    costs = class_weights * -log_softmax(x)
+    return 0.9 * costs[label] + 0.1 * np.mean(costs), 0.01 * logsumexp(x) ** 2
 
 
 def log_prob(x, label):

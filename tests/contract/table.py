@@ -320,6 +320,11 @@ def _poly_with_epsilon(x: Any, t: Any, epsilon: Any, axis: int = -1, where: Any 
     return losses.poly_loss_cross_entropy(x, t, epsilon=epsilon, axis=axis, where=where)
 
 
+def _with_class_weights(x: Any, y: Any, class_weights: Any, axis: int = -1, where: Any = None) -> Any:
+    options = {"label_smoothing": 0.1, "z_loss": 0.01, "with_components": True, "class_weights": class_weights}
+    return losses.softmax_cross_entropy_with_integer_labels(x, y, axis, where, **options)
+
+
 def _ranked_with_weights(x: Any, t: Any, weights: Any, where: Any = None) -> Any:
     return losses.ranking_softmax_loss(x, t, weights=weights, reduce_fn=None, where=where)
 
@@ -454,6 +459,15 @@ OPS = {
         (X, LABELS),
         "row, label",
         classes=CLASSES,
+        **_two_zeros,
+    ),
+    "softmax_cross_entropy_with_integer_labels, weighted classes": _by_row(
+        _with_class_weights,
+        of.smoothed_of_label,
+        (X, LABELS, WEIGHTS[0]),
+        "row, label, along",
+        classes=CLASSES,
+        constants=(2,),
         **_two_zeros,
     ),
     "poly_loss_cross_entropy": _by_row(losses.poly_loss_cross_entropy, of.poly, (X, P)),
