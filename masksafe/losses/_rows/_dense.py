@@ -90,7 +90,8 @@ def _label_forward(
 def _weights_at_rank(inputs: Labelled) -> Array | None:
     if inputs.class_weights is None:
         return None
-    return jnp.expand_dims(cleaned_class_weights(inputs.class_weights), range(inputs.labels.ndim))
+    weights = sharding.gathered_along(cleaned_class_weights(inputs.class_weights), 0)  # the mesh may split them by rows
+    return jnp.expand_dims(weights, range(inputs.labels.ndim))
 
 
 def _unmasked_rows(x: Array, where: Array | None, axis_name: str | None = None) -> Array | None:
