@@ -120,7 +120,7 @@ class MaskedMean:
           3.5 3.0 4.0
         """
         arguments.as_choice(_OP, "by", by, ("token", "sequence", "segment"))
-        how, x, *weighting = prepared(_OP, x, axis, where, weights, None, False)
+        how, x, where, weights = prepared(_OP, x, axis, where, weights, None, False)
         if by != "token" and (axis is not None or x.ndim == 0):
             argument, found = ("x", "shape ()") if axis is None else ("axis", f"value {axis}")
             expected = "[..., time]" if axis is None else f"None, since by={by!r} is along the last axis"
@@ -134,8 +134,8 @@ class MaskedMean:
                 found, expected = f"shape {segment_ids.shape}", f"{x.shape}, the shape of x"
                 raise ValueError(arguments.message(_OP, "segment_ids", found, expected))
         if by == "token":
-            return cls(*_total_and_count(how, x, *weighting))
-        return cls(*_total_and_count_of_parts(how, x, *weighting, segment_ids))
+            return cls(*_total_and_count(how, x, where, weights))
+        return cls(*_total_and_count_of_parts(how, x, where, weights, segment_ids))
 
     @staticmethod
     def sum(parts: Iterable[_Means]) -> _Means:
@@ -239,7 +239,7 @@ def _total_and_count_of_parts(
 
 
 def _weights_of_segments(
-    _: sharding.Devices, ids: Array, where: Array | None, weights: Array | None
+    _devices: sharding.Devices, ids: Array, where: Array | None, weights: Array | None
 ) -> tuple[Array, Array]:
     """The weight of its segment for each token, and that of each segment, of which a row has at most as many."""
 

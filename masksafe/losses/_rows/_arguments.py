@@ -11,7 +11,7 @@ from jax import lax
 from masksafe._core.arguments import as_bool, as_float_array, as_label_array, as_number, check_is_known, message
 from masksafe._core.label_checks import Range, check_elements, check_integer_labels
 from masksafe._core.labels import is_class
-from masksafe._core.masks import as_mask, both, either
+from masksafe._core.masks import as_mask, either
 from masksafe._core.precision import widened
 from masksafe._core.sharding import AxisName, Devices, gathered_along, is_sharded
 from masksafe._core.typing import Array, ArrayLike
@@ -64,8 +64,9 @@ def not_negative(weights: Array) -> Array:
 
 def weights_of_labels(class_weights: Array, labels: Array, left: Array | None, axis_name: AxisName) -> Array:
     """The weight of the class of each label; 1 for a label that is not left, or out of range: its loss must show."""
-    in_range = is_class(labels, class_weights.size * Devices(axis_name).size)
-    return jnp.where(both(in_range, left), at_labels(class_weights, labels, axis_name), 1)
+    is_left = is_class(labels, class_weights.size * Devices(axis_name).size)
+    is_left = is_left if left is None else is_left & left
+    return jnp.where(is_left, at_labels(class_weights, labels, axis_name), 1)
 
 
 def weighted_losses(losses: Array, weights: Array) -> Array:
