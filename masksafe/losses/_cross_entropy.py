@@ -177,60 +177,47 @@ def softmax_cross_entropy_with_integer_labels(
       logits: unnormalised log probabilities, floats `[..., num_classes]`.
       labels: the class of every row, integers `[...]` of any width, in [0, num_classes). Axes of size 1
         broadcast against those of `logits` and vice versa.
-      axis: the axis of the classes. With a tuple of axes, a label is the flat index into an array of those
-        axes, in the order given.
+      axis: the axis of the classes. With a tuple of axes, a label is the flat index into them, in the order given.
       where: booleans; False is masked. A mask of the rank of `logits` masks classes and broadcasts to their
         shape. A mask of lower rank masks rows and broadcasts to the shape of the loss: for logits `[2, 2]`, a
         mask `(2,)` masks rows. For labels padded as for torch's `ignore_index` write `where=labels != -100`.
-      axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `logits`, and of a mask of
-        classes, are split; if there are several axes of classes, the first one is split. Labels count the classes
-        of all devices, and every device gets the same loss. Gradients are correct with `check_vma=True`, the
-        default.
+      axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `logits`, and of a mask of classes, are
+        split; if there are several axes of classes, the first one is split. Labels count the classes of all devices,
+        and every device gets the same loss. Gradients are correct with `check_vma=True`, the default.
       label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all unmasked classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
       with_components: whether to return the z-loss apart.
-      class_weights: :math:`w`, non-negative floats `[num_classes]`, split like the classes; None means 1. With a tuple
-        of axes labels index them too. They have no gradient. A weight of 0 makes the cost of a label 0, even if that
-        is NaN, and leaves its class in the softmax; a masked class is not in it, and a label there costs +inf,
-        whatever the weight. In a mean the divisor is the sum of the weights of the labels: see the example.
+      class_weights: :math:`w`, non-negative floats `[num_classes]`, split like the classes; None means 1. They have no
+        gradient. A weight of 0 makes the cost of a label 0, even if that is NaN; its class stays in the softmax. A
+        masked class does not, and a label there costs +inf. A mean divides by the sum of the labels' weights, as below.
 
     Returns:
       The loss of every row, `[...]`, of the dtype of `logits`, computed in at least float32; with `with_components` a
       pair of the cross-entropy and the term with :math:`\zeta`, which add up to the loss.
 
-      * A row that is masked, or that has no unmasked class, has loss 0, whatever its label. Masked logits have
-        gradients of exactly 0.
-      * An unmasked label outside [0, num_classes) never wraps: its row has loss and gradient NaN, but not its z-loss.
-        So has a row whose label has a negative weight.
-      * A label whose class is masked or has a logit of -inf has probability 0 and loss +inf. Logits of only -inf have
-        no probabilities: the loss is NaN.
+      * A row that is masked, or has no unmasked class, has loss 0, whatever its label. Masked logits have gradient 0.
+      * An unmasked label out of range, or of negative weight, makes loss and gradient of its row NaN, not its z-loss.
+      * A label whose class is masked or has a logit of -inf has loss +inf. Logits of only -inf have loss NaN.
       * A NaN or +inf in an unmasked logit makes the gradient of its own row NaN. The loss is NaN too, or +inf
         where the logit +inf belongs to a class other than the label.
-      * Where the cotangent of the loss is 0, a row with a NaN has a gradient of 0, so
-        `jnp.where(labels >= 0, loss, 0)` trains as well. (For second derivatives in reverse over reverse, and
-        inside `forward_mode`, this requires `where`.)
+      * Where the cotangent of the loss is 0, a row with a NaN has a gradient of 0, so `jnp.where(labels >= 0, loss, 0)`
+        trains as well. (Second derivatives in reverse over reverse, and `forward_mode`, require `where`.)
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> logits = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]])
-      >>> labels = jnp.array([0, -100])  # the second row is padding
       >>> loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
+      >>> logits = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]])
+      >>> labels = jnp.array([0, -100])  # the second row is padding, else an error
+      >>> mask, w = labels != -100, jnp.array([2.0, 0.5, 1.0])
       >>> with jnp.printoptions(precision=4):
-      ...     print(loss(logits, labels, where=labels != -100))
-      [0.2761 0.    ]
+      ...     print(loss(logits, labels, where=mask), loss(logits, labels))
+      [0.2761 0.    ] [0.2761    nan]
 
-      Without the mask, the same label is an error:
+      The mean with class weights, as torch defines it:
 
-      >>> with jnp.printoptions(precision=4):
-      ...     print(loss(logits, labels))
-      [0.2761    nan]
-
-      The mean with class weights, as torch defines it, divides by the weights of the labels that count:
-
-      >>> weights, mask = jnp.array([2.0, 0.5, 1.0]), labels != -100
-      >>> total = loss(logits, labels, where=mask, class_weights=weights).sum()
-      >>> divisor = masksafe.sum(weights[labels], where=mask)
-      >>> print(f"{masksafe.MaskedMean(total, divisor).value:.4f}")
+      >>> total = loss(logits, labels, where=mask, class_weights=w).sum()
+      >>> mean = masksafe.MaskedMean(total, masksafe.sum(w[labels], where=mask))
+      >>> print(f"{mean:.4f}")
       0.2761
 
     References:
