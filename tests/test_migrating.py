@@ -31,6 +31,7 @@ def per_token(*shape):
     return floats(*MASK.shape, *shape)
 
 
+CLASS_WEIGHTS = RNG.uniform(0.5, 2, V).astype(np.float32)
 TOKENS = np.where(MASK, RNG.integers(0, V, MASK.shape), 0)
 LOGITS, FEATURES, KERNEL = per_token(V), per_token(3), floats(3, V)
 
@@ -71,6 +72,24 @@ def masked_whiten(x, mask):
     return (x - mean) * jax.lax.rsqrt(variance + 1e-8) * mask
 
 
+def mean_of_sequences(loss):
+    tokens = jnp.sum(MASK, -1)
+    return jnp.sum(jnp.sum(loss * MASK, -1) / jnp.maximum(tokens, 1)) / jnp.sum(tokens > 0)
+
+
+def mean_of_packed_sequences(loss, ids):
+    is_of = (ids[:, None] == np.arange(1, 3)[:, None]) & MASK[:, None]  # 0 is padding
+    tokens = jnp.sum(is_of, -1)
+    return jnp.sum(jnp.sum(loss[:, None] * is_of, -1) / jnp.maximum(tokens, 1)) / jnp.sum(tokens > 0)
+
+
+def weighted_like_torch(logits, labels):
+    costs = -jax.nn.log_softmax(logits) * CLASS_WEIGHTS
+    of_label = jnp.take_along_axis(costs, labels[..., None], -1)[..., 0]
+    losses = (1 - S) * of_label + S * jnp.mean(costs, -1)
+    return jnp.sum(losses * MASK) / jnp.sum(jnp.asarray(CLASS_WEIGHTS)[labels] * MASK)
+
+
 def entropy(logits):
     log_p = jax.nn.log_softmax(logits)
     return -jnp.sum(jnp.exp(log_p) * log_p, -1)
@@ -97,6 +116,8 @@ class Row(NamedTuple):
 
 # Arguments, and what is masked of them.
 OF_X = {"x": per_token()}, {"x": MASK}
+OF_LOSS = {"loss": per_token()}, {"loss": MASK}
+OF_PACKED = OF_LOSS[0] | {"ids": RNG.integers(0, 3, MASK.shape)}, OF_LOSS[1] | {"ids": MASK}
 OF_LOGITS = {"logits": LOGITS, "labels": TOKENS}, {"logits": MASK[..., None], "labels": MASK}
 OF_LINEAR = {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS}, {"features": MASK[..., None], "labels": MASK}
 OF_PADDED = OF_LINEAR[0] | {"labels": TOKENS % N}, OF_LINEAR[1] | {"kernel": np.arange(V) < N}
@@ -141,6 +162,11 @@ ROWS = {
     "log-probabilities": Row("`selective_log_softmax(", log_probs_at_a_temperature, *of_logits("tokens")),
     "sum and mean": Row(
         "`jnp.sum(x * mask)`, `masked_mean(", lambda x: (jnp.sum(x * MASK), masked_mean(x, MASK)), *OF_X
+    ),
+    "mean of sequences": Row('the same with `"sequence-mean-token-mean"`', mean_of_sequences, *OF_LOSS),
+    "mean of packed sequences": Row("the line above with `segment_ids=ids", mean_of_packed_sequences, *OF_PACKED),
+    "class weights": Row(
+        "`F.cross_entropy(logits, labels, weight=w", weighted_like_torch, *OF_LOGITS, {"w": jnp.asarray(CLASS_WEIGHTS)}
     ),
     "whitening": Row("`masked_whiten(x, mask)`", lambda x: masked_whiten(x, MASK), *OF_X),
     "categorical": Row(

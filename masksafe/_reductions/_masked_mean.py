@@ -7,18 +7,21 @@ import functools
 import numbers
 import operator
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from masksafe._core import masks, moments, sharding, unfolded
+from masksafe._core import arguments, masks, moments, per_device, sharding, unfolded
 from masksafe._core.precision import float_dtype, wide_dtype, widened
 from masksafe._core.typing import Array, ArrayLike, Axis, Pytree, jitted
 from masksafe._reductions._arguments import Reduction, prepared
+from masksafe._segments._segments import Segments
 
+_OP = "MaskedMean.of"
 _Means = TypeVar("_Means", "MaskedMean", "dict[str, MaskedMean]")
 
 
@@ -69,24 +72,70 @@ class MaskedMean:
 
     @classmethod
     def of(
-        cls, x: ArrayLike, where: ArrayLike | None = None, *, weights: ArrayLike | None = None, axis: Axis | None = None
+        cls,
+        x: ArrayLike,
+        where: ArrayLike | None = None,
+        *,
+        weights: ArrayLike | None = None,
+        axis: Axis | None = None,
+        by: Literal["token", "sequence", "segment"] = "token",
+        segment_ids: ArrayLike | None = None,
     ) -> MaskedMean:
-        """The total and the count of an array.
+        r"""The total and the count of an array.
+
+        By sequence or by segment, all with an unmasked token count alike, however long they are, and one without does
+        not count:
+
+        .. math:: \text{total} = \sum_s \frac{\sum_{i \in s} w_i x_i}{\sum_{i \in s} w_i}, \qquad
+          \text{count} = |\{s : \sum_{i \in s} w_i \neq 0\}|
+
+        over the unmasked tokens :math:`i`. Parts add up if each sequence is in one of them, as where the batch is cut
+        into micro-batches or split over devices. Pieces of a sequence in two parts count as two.
 
         Args:
-          x: the array.
+          x: the array; `[..., time]` by sequence or by segment.
           where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
           weights: non-negative numbers that broadcast to the shape of `x`; None means 1.
-          axis: an axis, a tuple of axes, or None for all of them.
+          axis: an axis, a tuple of axes, or None for all of them; by token alone.
+          by: what counts as one: each "token", or element; each "sequence" along the last axis; or each "segment", the
+            tokens of a sequence with the same id, such as a packed document.
+          segment_ids: integers of the shape of `x`, by segment alone. As in attention any numbers in any order; the
+            same number in two sequences makes two segments.
 
         Returns:
           A total and a count in float32 at least. Without weights, unmasked elements, and of booleans those that are
           True, are counted as integers, and the counts are then rounded.
 
         Raises:
-          TypeError, ValueError: as `masksafe.sum`.
+          TypeError, ValueError: as `masksafe.sum`; and if `segment_ids` are not integers, have another shape, are
+            missing or not needed, or if `by` or `axis` are none of these.
+
+        Example:
+          >>> import jax.numpy as jnp, masksafe
+          >>> loss = jnp.array([[1.0, 3.0, 8.0, jnp.nan], [2.0, jnp.nan, jnp.nan, jnp.nan]])
+          >>> documents = jnp.array([[0, 0, 1, -1], [0, -1, -1, -1]])
+          >>> def mean(**options):
+          ...     return masksafe.MaskedMean.of(loss, documents >= 0, **options).value
+          >>> print(mean(), mean(by="sequence"), mean(by="segment", segment_ids=documents))
+          3.5 3.0 4.0
         """
-        return cls(*_total_and_count(*prepared("MaskedMean.of", x, axis, where, weights, None, False)))
+        arguments.as_choice(_OP, "by", by, ("token", "sequence", "segment"))
+        how, x, where, weights = prepared(_OP, x, axis, where, weights, None, False)
+        if by != "token" and (axis is not None or x.ndim == 0):
+            argument, found = ("x", "shape ()") if axis is None else ("axis", f"value {axis}")
+            expected = "[..., time]" if axis is None else f"None, since by={by!r} is along the last axis"
+            raise ValueError(arguments.message(_OP, argument, found, expected))
+        if (segment_ids is None) == (by == "segment"):
+            found, expected = ("value None", "integers") if segment_ids is None else (f"an array and by={by!r}", "None")
+            raise ValueError(arguments.message(_OP, "segment_ids", found, expected, 'They go with by="segment".'))
+        if segment_ids is not None:
+            segment_ids = arguments.as_index_array(_OP, "segment_ids", segment_ids)
+            if segment_ids.shape != x.shape:
+                found, expected = f"shape {segment_ids.shape}", f"{x.shape}, the shape of x"
+                raise ValueError(arguments.message(_OP, "segment_ids", found, expected))
+        if by == "token":
+            return cls(*_total_and_count(how, x, where, weights))
+        return cls(*_total_and_count_of_parts(how, x, where, weights, segment_ids))
 
     @staticmethod
     def sum(parts: Iterable[_Means]) -> _Means:
@@ -167,3 +216,40 @@ def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Arr
     else:
         count = unfolded.number_of(jnp.broadcast_to(True if where is None else where, x.shape), rows.axes)
     return total, count
+
+
+@jitted(0)
+def _total_and_count_of_parts(
+    how: Reduction, x: Array, where: Array | None, weights: Array | None, ids: Array | None
+) -> tuple[Array, Array]:
+    """Of the means of sequences; with ids of the means of their segments."""
+    _, x, weighting = how.read(x, where, weights)
+    terms = moments.weighted(widened(masks.selected(x, weighting.where)), weighting.weights)
+    if ids is None or x.size == 0:
+        divisors = each = moments.total_weight(terms, (-1,), weighting)
+    else:
+        names = PartitionSpec(*(f"rows {axis}" for axis in range(x.ndim - 1)), None)
+        args = ids, *weighting
+        names_of_args = tuple(None if a is None else names for a in args)
+        of_rows = _weights_of_segments
+        divisors, each = per_device.along_devices(of_rows, sharding.Devices(), args, names_of_args, (names, names))
+    # Where all weights are 0, they have a gradient of 0.
+    terms = jnp.where(divisors == 0, 0, terms / moments.nonzero_divisor(divisors).astype(jnp.finfo(terms.dtype).dtype))
+    return jnp.sum(terms), unfolded.number_of(each != 0)
+
+
+def _weights_of_segments(
+    _devices: sharding.Devices, ids: Array, where: Array | None, weights: Array | None
+) -> tuple[Array, Array]:
+    """The weight of its segment for each token, and that of each segment, of which a row has at most as many."""
+
+    def of_row(ids: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
+        _, places = jnp.unique(ids, return_inverse=True, size=ids.size)
+        segments = Segments(places, ids.size, False, sharding.Devices())
+        weight = segments.weight(ids, masks.Weighting(where, weights))
+        return segments.spread(weight), weight
+
+    ids = unfolded.unknown(masks.selected(ids, where))  # XLA would sort constants while it compiles
+    for _ in range(ids.ndim - 1):
+        of_row = jax.vmap(of_row)
+    return of_row(ids, where if where is None else jnp.broadcast_to(where, ids.shape), weights)

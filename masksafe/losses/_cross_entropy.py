@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Literal, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, sharding
-from masksafe._core.labels import is_soft
-from masksafe._core.masks import read_mask
+from masksafe._core.labels import is_class, is_soft
+from masksafe._core.masks import masks_rows, read_mask
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe.losses._labelled import Labelled, read_integer_labels
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
+from masksafe.losses._labelled import Labelled, elements_at, read_integer_labels
 from masksafe.losses._layout import broadcast_widened
 from masksafe.losses._rows import _arguments
 from masksafe.losses._rows._cross_entropy import CrossEntropy
@@ -111,6 +112,7 @@ class _Options(TypedDict, total=False):
     axis_name: str | None
     label_smoothing: float
     z_loss: float
+    class_weights: ArrayLike | None
 
 
 @overload
@@ -160,62 +162,63 @@ def softmax_cross_entropy_with_integer_labels(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     with_components: bool = False,
+    class_weights: ArrayLike | None = None,
 ) -> Array | tuple[Array, Array]:
     r"""Softmax cross-entropy between logits and integer labels.
 
     .. math::
-      \ell = (1 - \varepsilon) (\lambda - x_y) + \frac{\varepsilon}{V} \sum_j (\lambda - x_j) + \zeta \lambda^2, \qquad
-      \lambda = \log \sum_j e^{x_j}
+      \ell = (1 - \varepsilon) w_y (\lambda - x_y) + \frac{\varepsilon}{V} \sum_j w_j (\lambda - x_j) +
+      \zeta \lambda^2, \qquad \lambda = \log \sum_j e^{x_j}
 
     with logits :math:`x`, label :math:`y` and sums over the :math:`V` unmasked classes; by default
-    :math:`\lambda - x_y = -\log p_y`, the logarithm of the label's probability.
+    :math:`\lambda - x_y = -\log p_y`, the logarithm of the label's probability, and :math:`w = 1`.
 
     Args:
       logits: unnormalised log probabilities, floats `[..., num_classes]`.
       labels: the class of every row, integers `[...]` of any width, in [0, num_classes). Axes of size 1
         broadcast against those of `logits` and vice versa.
-      axis: the axis of the classes. With a tuple of axes, a label is the flat index into an array of those
-        axes, in the order given.
+      axis: the axis of the classes. With a tuple of axes, a label is the flat index into them, in the order given.
       where: booleans; False is masked. A mask of the rank of `logits` masks classes and broadcasts to their
         shape. A mask of lower rank masks rows and broadcasts to the shape of the loss: for logits `[2, 2]`, a
         mask `(2,)` masks rows. For labels padded as for torch's `ignore_index` write `where=labels != -100`.
-      axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `logits`, and of a mask of
-        classes, are split; if there are several axes of classes, the first one is split. Labels count the classes
-        of all devices, and every device gets the same loss. Gradients are correct with `check_vma=True`, the
-        default.
+      axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `logits`, and of a mask of classes, are
+        split; if there are several axes of classes, the first one is split. Labels count the classes of all devices,
+        and every device gets the same loss. Gradients are correct with `check_vma=True`, the default.
       label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all unmasked classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
       with_components: whether to return the z-loss apart.
+      class_weights: :math:`w`, non-negative floats `[num_classes]`, split like the classes; None means 1. They have no
+        gradient. A weight of 0 makes the cost of a label 0, even if that is NaN; its class stays in the softmax. A
+        masked class does not, and a label there costs +inf. A mean divides by the sum of the labels' weights, as below.
 
     Returns:
       The loss of every row, `[...]`, of the dtype of `logits`, computed in at least float32; with `with_components` a
       pair of the cross-entropy and the term with :math:`\zeta`, which add up to the loss.
 
-      * A row that is masked, or that has no unmasked class, has loss 0, whatever its label. Masked logits have
-        gradients of exactly 0.
-      * An unmasked label outside [0, num_classes) never wraps: its row has loss and gradient NaN, but not its z-loss.
-      * A label whose class is masked or has a logit of -inf has probability 0 and loss +inf. Logits of only -inf have
-        no probabilities: the loss is NaN.
+      * A row that is masked, or has no unmasked class, has loss 0, whatever its label. Masked logits have gradient 0.
+      * An unmasked label out of range, or of negative weight, makes loss and gradient of its row NaN, not its z-loss.
+      * A label whose class is masked or has a logit of -inf has loss +inf. Logits of only -inf have loss NaN.
       * A NaN or +inf in an unmasked logit makes the gradient of its own row NaN. The loss is NaN too, or +inf
         where the logit +inf belongs to a class other than the label.
-      * Where the cotangent of the loss is 0, a row with a NaN has a gradient of 0, so
-        `jnp.where(labels >= 0, loss, 0)` trains as well. (For second derivatives in reverse over reverse, and
-        inside `forward_mode`, this requires `where`.)
+      * Where the cotangent of the loss is 0, a row with a NaN has a gradient of 0, so `jnp.where(labels >= 0, loss, 0)`
+        trains as well. (Second derivatives in reverse over reverse, and `forward_mode`, require `where`.)
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> logits = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]])
-      >>> labels = jnp.array([0, -100])  # the second row is padding
       >>> loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
+      >>> logits = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]])
+      >>> labels = jnp.array([0, -100])  # the second row is padding, else an error
+      >>> mask, w = labels != -100, jnp.array([2.0, 0.5, 1.0])
       >>> with jnp.printoptions(precision=4):
-      ...     print(loss(logits, labels, where=labels != -100))
-      [0.2761 0.    ]
+      ...     print(loss(logits, labels, where=mask), loss(logits, labels))
+      [0.2761 0.    ] [0.2761    nan]
 
-      Without the mask, the same label is an error:
+      The mean with class weights, as torch defines it:
 
-      >>> with jnp.printoptions(precision=4):
-      ...     print(loss(logits, labels))
-      [0.2761    nan]
+      >>> total = loss(logits, labels, where=mask, class_weights=w).sum()
+      >>> mean = masksafe.MaskedMean(total, masksafe.sum(w[labels], where=mask))
+      >>> print(f"{mean:.4f}")
+      0.2761
 
     References:
       `optax.losses.softmax_cross_entropy_with_integer_labels
@@ -228,7 +231,14 @@ def softmax_cross_entropy_with_integer_labels(
     label_smoothing, z_loss = _arguments.read_smoothing(op, label_smoothing, z_loss)
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where, axis_name, hint)
     formula = CrossEntropy.for_loss(label_smoothing, z_loss, over_unmasked_classes=label_smoothing > 0)
+    if class_weights is not None:
+        number = math.prod(inputs.logits.shape[a] for a in axes)
+        class_weights = _arguments.read_per_class(op, "class_weights", class_weights, number, "logits")
+    inputs = inputs._replace(class_weights=class_weights if label_smoothing > 0 else None)
     outputs = label_outputs(LabelConfig(formula, axes, axis_name), inputs, None)
+    if class_weights is not None and class_weights.size > 0 and label_smoothing < 1:  # JAX indexes no empty array
+        weighted = _weighted_by_labels(axes, axis_name, outputs[0], inputs, class_weights)
+        outputs = weighted, *outputs[1:]
     factors = (factor for factor in (1 - label_smoothing, label_smoothing, z_loss) if factor > 0)
     losses = tuple(x if factor == 1 else x * factor for x, factor in zip(outputs, factors, strict=True))
     as_shared = lambda x: sharding.Devices(axis_name).shared(x.astype(inputs.logits.dtype))  # noqa: E731
@@ -236,6 +246,23 @@ def softmax_cross_entropy_with_integer_labels(
         return label_checks.nan_where_bad(as_shared(functools.reduce(jnp.add, losses)), bad_rows)
     cross_entropy, z_losses = map(as_shared, formula.components(losses))
     return label_checks.nan_where_bad(cross_entropy, bad_rows), z_losses
+
+
+@jitted(0, 1)
+def _weighted_by_labels(
+    axes: Axes, axis_name: str | None, losses: Array, inputs: Labelled, class_weights: Array
+) -> Array:
+    """The losses `[...]` times the weights of their labels' classes; those at a masked class stay as they are."""
+    _, labels, left = inputs.rows(axes)
+    if left is not None and not masks_rows(left, (-1,)):
+        devices, number = sharding.Devices(axis_name), left.shape[-1]
+        here = devices.local(labels, number)
+        is_here = is_class(here, number)
+        left = devices.any(is_here & elements_at(left, jnp.where(is_here, here, 0)))
+    left = None if left is None else left.squeeze(-1)
+    class_weights = _arguments.cleaned_class_weights(class_weights)
+    weights = _arguments.weights_of_labels(class_weights, inputs.labels, left, axis_name)
+    return _arguments.weighted_losses(losses, weights.astype(losses.dtype))
 
 
 def soft_cross_entropy(

@@ -18,10 +18,11 @@ class Labelled(NamedTuple):
     logits: Array
     labels: Pytree  # an array; None where it has no cotangent or is no longer needed
     where: Array | None  # at the rank of the logits
+    class_weights: Array | None = None  # one for each class of this device, if a formula needs them
 
     def rows(self, axes: Axes) -> tuple[Array, Array, Array | None]:
         """Logits `[..., classes]`, labels `[..., classes]` or `[..., 1]`, where `[... or 1, classes or 1]`."""
-        logits, labels, where = self
+        logits, labels, where, _ = self
         last = functools.partial(_layout.move_classes_last, axes)
         if where is not None and not masks_rows(where, axes):
             rows = _layout.shape_without(axes, where.shape)

@@ -6,10 +6,8 @@ import functools
 from typing import Literal, Unpack, overload
 
 import jax.numpy as jnp
-from jax import lax
 
 from masksafe._core import arguments, label_checks, moments, precision, sharding, unfolded
-from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, jitted
@@ -184,14 +182,14 @@ def linear_softmax_cross_entropy(
     block_size = _arguments.read_block_size(_OP, block_size)
     class_mask = _arguments.read_class_mask(_OP, class_mask, kernel)
     if class_weights is not None:
-        class_weights = lax.stop_gradient(_arguments.read_per_class(_OP, "class_weights", class_weights, kernel))
+        class_weights = _arguments.read_per_class(_OP, "class_weights", class_weights, kernel.shape[1], "kernel")
         class_weights = selected(class_weights, class_mask, 1)  # the loss of a label at a masked class must show
-        class_weights = _not_negative(precision.widened(class_weights))
+        class_weights = _arguments.cleaned_class_weights(class_weights)
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
     inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
     where = inputs.unmasked
     token_weights = None if weights is None else _cleaned(weights, where, labels.shape)
-    label_weights = _label_weights(axis_name, labels, class_weights, token_weights)
+    label_weights = _label_weights(axis_name, labels, where, class_weights, token_weights)
 
     dtype = precision.wide_dtype(layer.dtype)
     terms = (1 - label_smoothing, label_weights), (label_smoothing, token_weights), (z_loss, token_weights)
@@ -217,7 +215,7 @@ def linear_softmax_cross_entropy(
     if with_components or with_predictions or reduction == "none":
         outputs = evaluate(options, inputs)
         predictions = _arguments.predictions(*outputs[-2:]) if with_predictions else ()
-        losses = tuple(_weighted(x, factor) for x, factor in zip(outputs, factors, strict=False))
+        losses = tuple(_arguments.weighted_losses(x, factor) for x, factor in zip(outputs, factors, strict=False))
         results = formula.components(losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
@@ -242,22 +240,20 @@ def linear_softmax_cross_entropy(
 @jitted(2)  # which hides the NaN of masked weights from jax_debug_nans
 def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Array:
     """The weights of the tokens, 0 under the mask."""
-    weights = _not_negative(selected(jnp.broadcast_to(precision.widened(weights), shape), where))
+    weights = _arguments.not_negative(selected(jnp.broadcast_to(precision.widened(weights), shape), where))
     return jnp.where(weights == 0, 0, weights)  # an element without weight has no gradient
 
 
-def _not_negative(weights: Array) -> Array:
-    return jnp.where(weights < 0, jnp.nan, weights)
-
-
 def _label_weights(
-    axis_name: sharding.AxisName, labels: Array, class_weights: Array | None, token_weights: Array | None
+    axis_name: sharding.AxisName,
+    labels: Array,
+    where: Array | None,
+    class_weights: Array | None,
+    token_weights: Array | None,
 ) -> Array | None:
     if class_weights is None:
         return token_weights
-    weights = _arguments.at_labels(class_weights, labels, axis_name)
-    classes = class_weights.size * sharding.Devices(axis_name).size
-    weights = jnp.where(is_class(labels, classes), weights, 1)  # the loss of a label out of range must show
+    weights = _arguments.weights_of_labels(class_weights, labels, where, axis_name)
     if token_weights is None:
         return weights
     # The loss at the label may be infinite: the derivative of the product would be NaN.
@@ -275,8 +271,3 @@ def _smoothing_weights(axis_name: sharding.AxisName, inputs: LinearInputs, class
     number = jnp.maximum(devices.sum(unfolded.number_of(is_left)), 1).astype(dtype)
     part = bias.size * devices.size / number
     return jnp.where(is_left, part if class_weights is None else class_weights.astype(dtype) * part, 0)
-
-
-def _weighted(losses: Array, factor: Array) -> Array:
-    """The product, 0 for a factor of 0 even where the loss is not finite."""
-    return losses * factor if factor.ndim == 0 else jnp.where(factor == 0, 0, losses * factor)

@@ -115,8 +115,12 @@ def of_label(x, label):
 
 
 def smoothed_of_label(x, label):
-    p = log_softmax(x)
-    return -0.9 * p[label] - 0.1 * np.mean(p), 0.01 * logsumexp(x) ** 2
+    return smoothed_and_weighted_of_label(x, 1.0, label)
+
+
+def smoothed_and_weighted_of_label(x, class_weights, label):
+    costs = class_weights * -log_softmax(x)
+    return 0.9 * costs[label] + 0.1 * np.mean(costs), 0.01 * logsumexp(x) ** 2
 
 
 def log_prob(x, label):
@@ -308,6 +312,15 @@ def mean_of_all(where, x, w=None):
     """Of a batch; 0 of nothing."""
     weights = np.ones(x.shape) if w is None else w
     return (np.sum((x * weights)[where]) / max(np.sum(weights[where]), 1e-300),)
+
+
+def mean_of_means(where, x, ids, w=None):
+    """Of the segments of all rows; 0 of nothing."""
+    weights = np.ones(x.shape) if w is None else w
+    left = [where[row] & (ids[row] == i) for row in range(len(x)) for i in np.unique(ids[row])]
+    rows = [row for row in range(len(x)) for _ in np.unique(ids[row])]
+    means = [weighted_mean(x[row][s], weights[row][s]) for row, s in zip(rows, left, strict=True) if s.any()]
+    return (np.sum(means) / max(1, len(means)),)
 
 
 def weighted_var(x, w):

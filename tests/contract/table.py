@@ -102,6 +102,7 @@ FRAMES, SOME_FRAMES = floats(3, 4, 3), np.array([[1, 1, 1, 1], [0, 0, 0, 0], [1,
 TEXTS = np.array([[1, 2], [2, 1], [2, 2]], np.int32)
 # Rows of segments: of the second only what is masked is left, the others are empty. Experts of tokens; -1 is dropped.
 SEGMENT_IDS, SEGMENTS_OF_ROWS = np.array([0, 1, 2, 0, 2, 0], np.int32), 5
+DOCUMENTS = np.array([[7, -1, 7, -1], [0, 0, 1, 1], [2, 2, 2, 3], [0, 1, 2, 3], [5, 5, 5, 5], [1, 0, 1, 0]], np.int32)
 PAIR_IDS = np.array([0, 1, 0, 2, 1, 3], np.int32)
 EXPERTS = np.array([[0, 1], [2, 3], [3, -1], [1, 0], [0, 2], [2, 1]], np.int32)
 TOP_CLASSES = np.array([[1, 4], [0, 3], [4, 2], [2, 1], [3, 0], [0, 1]], np.int32)
@@ -320,6 +321,11 @@ def _poly_with_epsilon(x: Any, t: Any, epsilon: Any, axis: int = -1, where: Any 
     return losses.poly_loss_cross_entropy(x, t, epsilon=epsilon, axis=axis, where=where)
 
 
+def _with_class_weights(x: Any, class_weights: Any, y: Any, axis: int = -1, where: Any = None) -> Any:
+    options = {"label_smoothing": 0.1, "z_loss": 0.01, "with_components": True, "class_weights": class_weights}
+    return losses.softmax_cross_entropy_with_integer_labels(x, y, axis, where, **options)
+
+
 def _ranked_with_weights(x: Any, t: Any, weights: Any, where: Any = None) -> Any:
     return losses.ranking_softmax_loss(x, t, weights=weights, reduce_fn=None, where=where)
 
@@ -417,6 +423,10 @@ def _of_weight_0(op: Op, key: str) -> Op:
     return op._replace(call=call, tier="default" if is_default else "forms")
 
 
+def _by_segment(w: Any, x: Any, ids: Any, weights: Any = None) -> Any:
+    return masksafe.MaskedMean.of(x, w, weights=weights, by="segment", segment_ids=ids).value
+
+
 def _sum_and_sign(x: Any, b: Any, axis: int = -1, where: Any = None) -> Any:
     return masksafe.logsumexp(x, axis, b, return_sign=True, where=where)
 
@@ -454,6 +464,15 @@ OPS = {
         (X, LABELS),
         "row, label",
         classes=CLASSES,
+        **_two_zeros,
+    ),
+    "softmax_cross_entropy_with_integer_labels, weighted classes": _by_row(
+        _with_class_weights,
+        of.smoothed_and_weighted_of_label,
+        (X, WEIGHTS[0], LABELS),
+        "row, along, label",
+        classes=CLASSES,
+        constants=(1,),
         **_two_zeros,
     ),
     "poly_loss_cross_entropy": _by_row(losses.poly_loss_cross_entropy, of.poly, (X, P)),
@@ -693,6 +712,17 @@ OPS = {
     ),
     "MaskedMean": _of_batch(
         lambda w, x: masksafe.MaskedMean.of(x, where=w).value, (X,), "row", ELEMENTS, of.mean_of_all
+    ),
+    "MaskedMean, by sequence": _of_batch(
+        lambda w, x: masksafe.MaskedMean.of(x, where=w, by="sequence").value,
+        (X,),
+        "row",
+        ELEMENTS,
+        lambda w, x: of.mean_of_means(w, x, np.zeros(x.shape)),
+    ),
+    "MaskedMean, by segment": _of_batch(_by_segment, (X, DOCUMENTS), "row, row", ELEMENTS, of.mean_of_means),
+    "MaskedMean, weights by segment": _of_batch(
+        _by_segment, (X, DOCUMENTS, WEIGHTS), "row, row, row", ELEMENTS, of.mean_of_means, tier="forms"
     ),
     "segment_sum": _of_segments("segment_sum", np.sum),
     "segment_sum, rows": _of_segments("segment_sum", np.sum, where=SOME_ROWS, tier="forms"),

@@ -123,10 +123,13 @@ OPS = {
     "info_nce_loss in one block": lambda x: losses.info_nce_loss(x[:256], x[256:512], where=SOME_ROWS[:256]),
     "sigmoid_contrastive_loss": lambda x: losses.sigmoid_contrastive_loss(x[:256], x[256:512], ids=LABELS[:256]),
     "MaskedMean": lambda x: masksafe.MaskedMean.of(x, where=MASK).value,
+    "MaskedMean by segment": lambda x: (
+        masksafe.MaskedMean.of(x, where=MASK, by="segment", segment_ids=np.sort(_RNG.integers(0, 4, x.shape))).value
+    ),
 }
 
 
-SHORT = "logsumexp", "integer labels", "layer_norm", "batch_norm", "var", "MaskedMean"
+SHORT = "logsumexp", "integer labels", "layer_norm", "batch_norm", "var", "MaskedMean by segment"
 SHORT += "linear with weights", "linear of float16", "linear_softmax_cross_entropy of width 0"
 
 

@@ -602,13 +602,91 @@ def test_residuals_are_the_arguments_and_row_values(loss, labels):
 # Options.
 
 
-@pytest.mark.parametrize("options", [SMOOTHED, {"label_smoothing": 1.0}, {"z_loss": 0.5}], ids=str)
+CLASS_WEIGHTS = np.array([2.0, 0.5, 1.0, 3.0, 0.0, 0.25, 1.5], np.float32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SMOOTHED | {"class_weights": CLASS_WEIGHTS},
+        {"class_weights": CLASS_WEIGHTS},
+        SMOOTHED,
+        {"label_smoothing": 1.0},
+        {"z_loss": 0.5},
+    ],
+    ids=[*"abcde"],
+)
 def test_options_mean_the_same_as_for_a_linear_layer(options, blocks):
     linear = functools.partial(masksafe.losses.linear_softmax_cross_entropy, kernel=np.eye(7, dtype=np.float32))
     of_layer = lambda x: linear(x, labels=LABELS, where=ROWS, reduction="sum", **options)  # noqa: E731
     of_logits = lambda x: jnp.sum(integer(x, LABELS, where=ROWS, **options))  # noqa: E731
     results = jax.jit(lambda x: [jax.value_and_grad(fn)(x) for fn in (of_logits, of_layer)])(LOGITS)
     chex.assert_trees_all_close(*results, rtol=2e-5, atol=1e-6)
+
+
+def mean_of_torch(logits, labels, weights, smoothing):
+    """What `torch.nn.functional.cross_entropy` documents for labels, of which -100 is ignored; in float64."""
+    kept = labels != -100
+    logits, labels, weights = np.float64(logits)[kept], labels[kept], np.float64(weights)
+    log_p = logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
+    at_label = -weights[labels] * np.take_along_axis(log_p, labels[:, None], 1)[:, 0]
+    of_all = -(log_p @ weights) / logits.shape[-1]
+    return np.sum((1 - smoothing) * at_label + smoothing * of_all) / np.sum(weights[labels])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_the_mean_with_class_weights_is_that_of_torch(smoothing):
+    labels, weights = np.array([0, -100, 3, 4]), jnp.asarray(CLASS_WEIGHTS)
+    options = {"where": labels != -100, "class_weights": CLASS_WEIGHTS, "label_smoothing": smoothing}
+    total = integer(LOGITS, labels, **options).sum()
+    mean = masksafe.MaskedMean(total, masksafe.sum(weights[labels], where=labels != -100)).value
+    np.testing.assert_allclose(mean, mean_of_torch(LOGITS, labels, CLASS_WEIGHTS, smoothing), rtol=1e-6)
+
+
+def test_a_class_of_weight_0_stays_in_the_softmax_and_a_masked_one_does_not(blocks):
+    labels, unweighted = jnp.array([4, 4, 7, 2]), jnp.arange(7) == 4
+    logits = LOGITS.at[0, 4].set(NAN).at[1, 4].set(-INF)
+    step = jax.jit(
+        lambda where: jax.vjp(lambda x: integer(x, labels, where=where, class_weights=CLASS_WEIGHTS), logits)
+    )
+    loss, reverse = step(jnp.ones((1, 7), bool))
+    np.testing.assert_allclose(loss, [0, 0, NAN, integer(LOGITS[3], 2)], rtol=1e-6)
+    (gradient,) = reverse(jnp.ones(4))
+    assert not gradient[:2].any()
+    assert jnp.isnan(gradient[2]).all()
+    assert gradient[3, 4] > 0
+    loss, reverse = step(~unweighted[None])
+    np.testing.assert_allclose(loss, [INF, INF, NAN, integer(jnp.delete(LOGITS[3], 4), 2)], rtol=1e-6)
+    assert not reverse(jnp.ones(4))[0][jnp.array([0, 1, 3]), 4].any()
+
+
+@pytest.mark.parametrize("bad", [NAN, -1.0, INF])
+def test_a_bad_class_weight_shows_in_the_rows_whose_label_has_it_alone(bad):
+    weights = CLASS_WEIGHTS.copy()
+    weights[3] = bad
+    linear = functools.partial(masksafe.losses.linear_softmax_cross_entropy, kernel=np.eye(7, dtype=np.float32))
+
+    @jax.jit
+    def both(where):
+        of_logits = lambda x: integer(x, LABELS, where=where, class_weights=weights)  # noqa: E731
+        options = {"labels": LABELS, "where": where, "class_weights": weights}
+        of_layer = lambda x: linear(x, reduction="none", **options)  # noqa: E731
+        return [jax.vjp(fn, LOGITS)[0] for fn in (of_logits, of_layer)] + [linear(LOGITS, **options)], [
+            jax.grad(lambda x, fn=fn: fn(x).sum())(LOGITS) for fn in (of_logits, of_layer)
+        ]
+
+    (*losses, mean), gradients = both(jnp.ones(4, bool))
+    for x in (*losses, *gradients):
+        np.testing.assert_array_equal(np.isfinite(x).all(tuple(range(1, x.ndim))), LABELS != 3)
+    assert not np.isfinite(mean)
+    assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), both(LABELS != 3)))
+
+
+def test_class_weights_have_no_gradient_in_both_modes():
+    of_weights = lambda w: integer(LOGITS, LABELS, class_weights=w, **SMOOTHED).sum()  # noqa: E731
+    assert not jax.jit(jax.grad(of_weights))(CLASS_WEIGHTS).any()
+    with masksafe.forward_mode():
+        assert jax.jvp(of_weights, (CLASS_WEIGHTS,), (np.ones(7, np.float32),))[1] == 0
 
 
 def test_without_a_z_loss_its_component_is_0():

@@ -94,6 +94,20 @@ def test_what_is_not_finite_shows_in_its_own_row_only(row, label):
     assert_as_on_one_device(logits, labels)
 
 
+def test_class_weights_are_split_like_the_classes():
+    class_weights, options = np.abs(RNG.normal(size=12)).astype(np.float32), {"label_smoothing": 0.1, "z_loss": 0.01}
+    class_weights[LABELS[1]], class_weights[0] = 0, np.nan  # the class of a label that is masked
+    specs = BY_BOTH, BY_ROW, BY_BOTH, PartitionSpec("classes")
+    loss = lambda x, y, w, v, **names: integer(x, y, where=w, class_weights=v, **options, **names)  # noqa: E731
+    local = functools.partial(loss, axis_name="classes")
+    local = jax.shard_map(local, mesh=mesh_of(2, 4), in_specs=specs, out_specs=BY_ROW)
+    mask = CLASSES & (np.arange(12) > 0)
+    both = jax.jit(lambda x: [value_and_gradient(fn, x, LABELS, mask, class_weights) for fn in (local, loss)])
+    for a, e in zip(*both(LOGITS), strict=True):
+        assert not np.isnan(e).any()
+        np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
+
+
 def test_masked_elements_touch_nothing():
     mask = CLASSES & ROWS[:, None]
     clean, _ = on_eight_devices_and_on_one(LOGITS, LABELS, mask)

@@ -52,6 +52,116 @@ def test_parts_add_up_to_the_whole():
     np.testing.assert_allclose(by_row.value, masksafe.mean(x, 1, where, weights=weights), rtol=1e-6)
 
 
+# By sequence and by segment.
+
+X, IDS = RNG.normal(size=(8, 6)).astype(np.float32), RNG.integers(-2, 3, (8, 6)) * 10**6
+WEIGHTS, TOKENS = RNG.random((8, 6)).astype(np.float32), RNG.random((8, 6)) < 0.6
+TOKENS[1], TOKENS[4:6], WEIGHTS[2, IDS[2] == IDS[2, 0]] = False, False, 0
+WAYS = {"sequence": {"by": "sequence"}, "segment": {"by": "segment", "segment_ids": IDS}}
+
+
+def of_definition(x, where, weights, ids):
+    """The total and the count in float64: the means of all (row, id) with a weight, and their number."""
+    x, w = np.where(where, x, 0).astype(np.float64), np.where(where, weights, 0).astype(np.float64)
+    parts = [(row, ids[row] == i) for row in range(len(x)) for i in np.unique(ids[row])]
+    means = [x[row][s] @ w[row][s] / w[row][s].sum() for row, s in parts if w[row][s].any()]
+    return sum(means), len(means)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("by", WAYS)
+def test_sequences_and_segments_count_alike(by, weights):
+    ids, w = IDS if by == "segment" else np.zeros_like(IDS), np.ones_like(X) if weights is None else weights
+
+    @jax.jit
+    def step(x, weights):
+        def mean_of(x, weights):
+            mean = MaskedMean.of(x, TOKENS, weights=weights, **WAYS[by])
+            return mean.value, mean
+
+        return jax.value_and_grad(mean_of, (0,) if weights is None else (0, 1), has_aux=True)(x, weights)
+
+    masked = lambda x: None if x is None else np.where(TOKENS, x, np.nan)  # noqa: E731
+    (_, mean), gradients = step(masked(X), masked(weights))
+    total, count = of_definition(X, TOKENS, w, ids)
+    np.testing.assert_allclose([mean.total, mean.count], [total, count], rtol=1e-5)
+    for gradient, at in zip(gradients, (0, 1), strict=False):
+        for row, place in ((0, 0), (2, 3), (1, 2), (7, 5)):
+            args, values = [X.astype(float), w.astype(float)], []
+            step_size = 1e-4 if args[at][row, place] else 0  # a weight of 0 has no gradient
+            for sign in (1, -1):
+                moved = [a.copy() for a in args]
+                moved[at][row, place] += sign * step_size
+                values.append(np.divide(*of_definition(moved[0], TOKENS, moved[1], ids)))
+            expected = (values[0] - values[1]) / 2e-4
+            np.testing.assert_allclose(gradient[row, place], expected, rtol=1e-3, atol=1e-5)
+        assert not gradient[~TOKENS].any()
+
+
+@pytest.mark.parametrize("by", WAYS)
+def test_micro_batches_and_devices_by_sequence_and_by_segment(by):
+    """Of which some have nothing left."""
+
+    def mean_of(scale, x, where, ids, weights):
+        options = WAYS[by] | ({"segment_ids": ids} if by == "segment" else {})
+        return MaskedMean.of(scale * masksafe.mask_where(~where, x, 0), where, weights=weights, **options)
+
+    arrays = np.where(TOKENS, X, np.nan), TOKENS, np.where(TOKENS, IDS, 77), np.where(TOKENS, WEIGHTS, np.nan)
+    whole = jax.jit(jax.value_and_grad(lambda scale: mean_of(scale, *arrays).value))(1.5)
+    in_parts = value_and_grad_of_mean(mean_of, microbatches=4)
+    chex.assert_trees_all_close(jax.jit(in_parts)(1.5, *arrays), whole, rtol=1e-5, atol=1e-6)
+    devices = {"devices": jax.devices()[:4]}
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), **devices)
+        split = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in arrays]
+        step = jax.jit(jax.value_and_grad(lambda scale, *arrays: mean_of(scale, *arrays).value))
+        with jax.set_mesh(mesh):
+            chex.assert_trees_all_close(step(1.5, *split), whole, rtol=1e-5, atol=1e-6)
+        if kind == AxisType.Auto:
+            of_device = value_and_grad_of_mean(mean_of, axis_name="data")
+            specs = P(), *[P("data")] * 4
+            mapped = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=P())
+            chex.assert_trees_all_close(jax.jit(mapped)(1.5, *arrays), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_the_order_of_tokens_and_what_ids_are_called_do_not_matter():
+    of = jax.jit(lambda x, where, ids: MaskedMean.of(x, where, by="segment", segment_ids=ids).total)
+    order = RNG.permutation(6)
+    expected = of(X, TOKENS, IDS)
+    np.testing.assert_allclose(of(X[:, order], TOKENS[:, order], IDS[:, order]), expected, rtol=1e-6)
+    np.testing.assert_allclose(of(X, TOKENS, 5 - IDS), expected, rtol=1e-6)
+    assert of(X, TOKENS, np.where(TOKENS, IDS, 2**31 - 1)) == expected
+
+
+def test_shapes_of_sequences():
+    mean = MaskedMean.of(X[0], by="segment", segment_ids=np.uint8([0, 0, 255, 255, 1, 0]))
+    means = [X[0][[0, 1, 5]].mean(), X[0][2:4].mean(), X[0][4]]
+    np.testing.assert_allclose([mean.value, mean.count], [np.mean(means), 3], rtol=1e-6)
+    of_rank_3 = MaskedMean.of(X.reshape(2, 4, 6), by="segment", segment_ids=IDS.reshape(2, 4, 6))
+    np.testing.assert_allclose(of_rank_3.total, MaskedMean.of(X, by="segment", segment_ids=IDS).total, rtol=1e-6)
+    for options in ({"by": "sequence"}, {"by": "segment", "segment_ids": IDS[:, :0]}):
+        assert (MaskedMean.of(X[:, :0], **options).total, MaskedMean.of(X[:, :0], **options).count) == (0, 0)
+    assert MaskedMean.of(X > 9, TOKENS[:, :1], by="sequence").count == TOKENS[:, 0].sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"by": "document"}, ValueError, "by: got value 'document'; expected one of 'token', 'sequence', 'segment'"),
+        ({"by": "segment"}, ValueError, "segment_ids: got value None"),
+        ({"segment_ids": IDS}, ValueError, "segment_ids: got an array and by='token'"),
+        ({"by": "sequence", "segment_ids": IDS}, ValueError, "segment_ids: got an array and by='sequence'"),
+        ({"by": "segment", "segment_ids": IDS[0]}, ValueError, r"segment_ids: got shape \(6,\); expected \(8, 6\)"),
+        ({"by": "segment", "segment_ids": X}, TypeError, "segment_ids: got dtype float32"),
+        ({"by": "sequence", "axis": -1}, ValueError, "axis: got value -1; expected None"),
+        ({"by": "sequence", "x": 1.0}, ValueError, r"x: got shape \(\); expected \[..., time\]"),
+    ],
+)
+def test_bad_ways_to_average_are_refused(options, error, match):
+    with pytest.raises(error, match=f"MaskedMean.of: {match}"):
+        MaskedMean.of(**{"x": X} | options)
+
+
 def test_nothing_is_0():
     nothing = MaskedMean.of(np.full(3, np.nan), np.zeros(3, bool))
     assert (nothing.value, nothing.total, nothing.count) == (0, 0, 0)

@@ -48,6 +48,7 @@ def ops() -> None:
     """Results that are arrays, and keywords of other libraries."""
     assert_type(losses.softmax_cross_entropy_with_integer_labels(X, LABELS, where=KEEP), jax.Array)
     assert_type(losses.softmax_cross_entropy_with_integer_labels(X, LABELS, z_loss=0.1, with_components=True), Pair)
+    assert_type(losses.softmax_cross_entropy_with_integer_labels(X, LABELS, class_weights=X[0]), jax.Array)
     assert_type(masksafe.mean(X, axis=[0, 1], where=True), jax.Array)
     assert_type(masksafe.var_mean(X), Pair)
     assert_type(masksafe.layer_norm(X, where=KEEP[:, None], axis_name=("data", "model")), jax.Array)

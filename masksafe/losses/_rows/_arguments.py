@@ -6,11 +6,13 @@ from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from masksafe._core.arguments import as_bool, as_float_array, as_label_array, as_number, check_is_known, message
 from masksafe._core.label_checks import Range, check_elements, check_integer_labels
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, either
+from masksafe._core.precision import widened
 from masksafe._core.sharding import AxisName, Devices, gathered_along, is_sharded
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows._sources import Linear, LinearInputs
@@ -38,16 +40,38 @@ def read_layer(op: str, features: ArrayLike, kernel: ArrayLike, bias: ArrayLike 
         is_transposed = kernel.ndim == 2 and kernel.shape[1] == width
         hint = f"For a kernel [V, D] pass {prefix}kernel.T." if is_transposed else ""
         raise ValueError(message(op, f"{prefix}kernel", f"shape {kernel.shape}", expected, hint))
-    return Linear(features, kernel, None if bias is None else read_per_class(op, f"{prefix}bias", bias, kernel, prefix))
+    if bias is not None:
+        bias = read_per_class(op, f"{prefix}bias", bias, kernel.shape[1], f"{prefix}kernel")
+    return Linear(features, kernel, bias)
 
 
-def read_per_class(op: str, argument: str, value: ArrayLike, kernel: Array, prefix: str = "") -> Array:
+def read_per_class(op: str, argument: str, value: ArrayLike, number: int, of: str) -> Array:
     """Floats `[V]`."""
     array = as_float_array(op, argument, value)
-    if array.shape != kernel.shape[1:]:
-        expected = f"{kernel.shape[1:]}, the classes of {prefix}kernel"
-        raise ValueError(message(op, argument, f"shape {array.shape}", expected))
+    if array.shape != (number,):
+        raise ValueError(message(op, argument, f"shape {array.shape}", f"{(number,)}, the classes of {of}"))
     return array
+
+
+def cleaned_class_weights(class_weights: Array) -> Array:
+    """The weights, wide, NaN where negative; they have no gradient."""
+    return not_negative(widened(lax.stop_gradient(class_weights)))
+
+
+def not_negative(weights: Array) -> Array:
+    return jnp.where(weights < 0, jnp.nan, weights)
+
+
+def weights_of_labels(class_weights: Array, labels: Array, left: Array | None, axis_name: AxisName) -> Array:
+    """The weight of the class of each label; 1 for a label that is not left, or out of range: its loss must show."""
+    is_left = is_class(labels, class_weights.size * Devices(axis_name).size)
+    is_left = is_left if left is None else is_left & left
+    return jnp.where(is_left, at_labels(class_weights, labels, axis_name), 1)
+
+
+def weighted_losses(losses: Array, weights: Array) -> Array:
+    """The product; with an array of weights 0 for a weight of 0, even where the loss is not finite."""
+    return losses * weights if weights.ndim == 0 else jnp.where(weights == 0, 0, losses * weights)
 
 
 def read_labels(op: str, features: Array, labels: ArrayLike) -> Array:

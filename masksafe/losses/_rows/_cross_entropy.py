@@ -71,6 +71,7 @@ class LabelSums(NamedTuple):
     weighted: Any = None  # the sum of w z
     spread: Any = None  # the sum of exp(z) z
     best: Any = None  # the lowest class whose x is m
+    number: Any = None  # V, if the weights do not give it
 
 
 class Slopes(NamedTuple):
@@ -101,7 +102,7 @@ class CrossEntropy(Formula):
     with_z_loss: bool = False
     with_entropy: bool = False
     with_predictions: bool = False
-    over_unmasked_classes: bool = False  # the mean over all classes leaves out masked ones; no class weights
+    over_unmasked_classes: bool = False  # the mean over all classes leaves out masked ones
 
     @classmethod
     def for_loss(cls, label_smoothing: float, z_loss: float, **options: Pytree) -> "CrossEntropy":
@@ -181,6 +182,8 @@ class CrossEntropy(Formula):
         terms = {}
         if self.with_all_classes:
             terms["weight"], terms["weighted"] = (_weighted(x, class_weights) for x in (jnp.ones_like(z), z))
+            if self.over_unmasked_classes and class_weights is not None:
+                terms["number"] = jnp.ones_like(z)
         if self.with_entropy:
             terms["spread"] = _spread(z)
         return terms
@@ -243,7 +246,9 @@ class CrossEntropy(Formula):
         return tuple(outputs)
 
     def _number_of_mean(self, sums: LabelSums, classes: int) -> Array | int:
-        return jnp.maximum(sums.weight, 1) if self.over_unmasked_classes else classes
+        if not self.over_unmasked_classes:
+            return classes
+        return jnp.maximum(sums.weight if sums.number is None else sums.number, 1)
 
     def _logsumexp(self, sums: LabelSums) -> Array:
         return self._over_temperature(sums.largest) + jnp.log(sums.total)

@@ -19,6 +19,7 @@ from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.typing import Array, Arrays, Axes, Pytree, Tree
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
+from masksafe.losses._rows._arguments import cleaned_class_weights
 from masksafe.losses._rows._cross_entropy import (
     CrossEntropy,
     LabelSums,
@@ -45,8 +46,9 @@ class LabelConfig(NamedTuple):
         True  # whether the logit of the label is looked up; the derivative is a scatter, which checkify cannot check
     )
 
-    def part(self, x: Array, labels: Array, where: Array | None) -> LogitPart:
-        part = logit_part(x, labels, Classes(x.shape[-1], self.axis_name))
+    def part(self, x: Array, labels: Array, where: Array | None, weights: Array | None) -> LogitPart:
+        weights = None if weights is None else jnp.squeeze(weights, tuple(range(weights.ndim - 1)))
+        part = logit_part(x, labels, Classes(x.shape[-1], self.axis_name, weights))
         # A mask of rows is applied to their outputs. In JAX's own derivatives masked logits would give a NaN: not
         # there.
         masks_whole_rows = self.looks_up and masks_rows(where, (-1,))
@@ -66,13 +68,14 @@ def _label_forward(
     labels = selected(labels, unmasked)  # a masked row has a valid label
     devices, formula = sharding.Devices(config.axis_name), config.formula.at(temperature)
     classes = Classes(x.shape[-1], config.axis_name)
-    sums_of_rows = lambda x, labels, where: formula.sums(config.part(x, labels, where))  # noqa: E731
+    sums_of_rows = lambda *rows: formula.sums(config.part(*rows))  # noqa: E731
+    rows = x, labels, where, _weights_at_rank(inputs)
     longest = platforms.choices().longest_row_of_kernels if value_alone else None
     # In blocks, devices would exchange sums once per block. Before a reverse pass XLA stores the exponentials of all
     # rows in any case; for values alone blocks keep a long row in the cache until it is read again.
     is_one = x.dtype == wide_dtype(x.dtype) and _are_kernels(where, x, longest=longest)  # XLA writes what it widens
     at_once = devices.are_many or (not formula.has_other_sums and is_one)
-    sums = sums_of_rows(x, labels, where) if at_once else row_blocks.map_row_blocks(sums_of_rows, x, labels, where)
+    sums = sums_of_rows(*rows) if at_once else row_blocks.map_row_blocks(sums_of_rows, *rows)
     sums = formula.add_devices(classes, sums)
     largest, total, *others = sums
     if not config.looks_up:  # otherwise the rule selects later, in fewer passes
@@ -82,6 +85,13 @@ def _label_forward(
     outputs = formula.outputs(sums, labels, classes.number)
     outputs = tuple(selected(output, unmasked).squeeze(-1) for output in outputs)
     return sharding.vary_with(outputs, x) if devices.are_many else outputs, (sums, unmasked)
+
+
+def _weights_at_rank(inputs: Labelled) -> Array | None:
+    if inputs.class_weights is None:
+        return None
+    weights = sharding.gathered_along(cleaned_class_weights(inputs.class_weights), 0)  # the mesh may split them by rows
+    return jnp.expand_dims(weights, range(inputs.labels.ndim))
 
 
 def _unmasked_rows(x: Array, where: Array | None, axis_name: str | None = None) -> Array | None:
@@ -110,8 +120,9 @@ def _label_reverse(config: LabelConfig, args: Args, residuals: Residuals, d_outp
     formula, devices = config.formula.at(temperature), sharding.Devices(config.axis_name)
     d_rows = tuple(devices.sum(d).astype(sums.total.dtype)[..., None] for d in d_outputs)
     slopes = formula.slopes(sums, labels, Classes(x.shape[-1], config.axis_name).number, d_rows)
+    part = config.part(x, labels, where, _weights_at_rank(inputs))
     # Selected once more after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
-    d_x = formula.logit_cotangents(config.part(x, labels, where), slopes, computed_again=False)
+    d_x = formula.logit_cotangents(part, slopes, computed_again=False)
     d_x = selected(d_x, where)
     return Labelled(computed_once(from_rows(config.axes, inputs.logits, d_x)), None, None), None
 
