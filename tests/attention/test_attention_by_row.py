@@ -1,8 +1,5 @@
 """The form of attention for an accelerator, run on the CPU, beyond what the contract's table tries of it."""
 
-import functools
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +13,6 @@ from attention_cases import (
     exact,
     normals,
     random_inputs,
-    replaced,
-    with_gradients,
 )
 from tiers import few_of
 
@@ -29,37 +24,6 @@ def by_row(request, choose):
         by_rows(choose)
     else:
         choose(form="elsewhere")
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize(
-    ("name", "by_row"), [*zip(CASES, itertools.cycle(("tiles", "at once")), strict=False)], indirect=["by_row"]
-)
-def test_a_bad_element_shows_where_it_is_seen_and_nowhere_else(name):
-    arguments, live = CASES[name]
-    inputs, d_out = random_inputs(width=40), normals(2, 6, 2, 40, seed=6)
-    run = with_gradients(functools.partial(attention, **arguments))
-    bad_value = [*inputs[:2], replaced(inputs[2], np.s_[0, 1, 0, 35], np.inf)]
-    out, (d_query, _, _) = run(bad_value, d_out)
-    sees = np.moveaxis(live[:, :, :, 1], 1, 2) & (np.arange(2) == 0)[:, None, None]
-    assert (np.isnan(out) == sees[..., None]).all()
-    assert (np.isnan(d_query) == sees[..., None]).all()
-    bad_key = [inputs[0], replaced(inputs[1], np.s_[0, 1, 0, 2], -np.inf), inputs[2]]
-    assert (np.isnan(run(bad_key, d_out)[0]) == sees[..., None]).all()
-    _, (_, _, d_value) = run(inputs, replaced(d_out, np.s_[0, 3, 1, 37], np.nan))
-    seen = live[:, 1, 3] & (np.arange(2) == 0)[:, None]
-    assert (np.isnan(d_value) == seen[:, :, None, None]).all()
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("shape", [(1, 4, 6, 7), (2, 1, 6, 1)], ids=str)
-def test_gradient_of_a_bias_over_all_pairs_or_fewer(shape):
-    inputs, d_out, bias = random_inputs(B=2, N=4, K=2), normals(2, 6, 4, 4, seed=6), normals(*shape, seed=5)
-    _, gradients = with_gradients(functools.partial(attention, is_causal=True))((*inputs, bias), d_out)
-    _, of_all = exact(*inputs, causal(6, 7), bias, d_out=d_out)
-    axes = tuple(i for i in range(4) if shape[i] == 1)
-    of_all["bias"] = of_all["bias"].sum(axes, keepdims=True)
-    assert_close(gradients, [of_all[name] for name in ("query", "key", "value", "bias")])
 
 
 def test_keys_that_a_static_mask_hides_from_a_tile_are_left_out_and_no_others():

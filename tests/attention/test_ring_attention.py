@@ -272,23 +272,6 @@ def test_padded_queries_without_cotangents_take_no_part(ring):
     assert_same_bits(dirty, clean)
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_16_bits_are_rounded_once(dtype):
-    static = dict(is_causal=True)
-    narrow = {name: jnp.asarray(x, dtype) for name, x in inputs().items()}
-    d_out, d_lse = jnp.asarray(COTANGENTS[0], dtype), COTANGENTS[1]
-    wide, wide_d_out = (jax.tree.map(lambda x: np.asarray(x, np.float32), x) for x in (narrow, d_out))
-    (out, _), expected = results(lambda arrays: attend(arrays, static), wide, (wide_d_out, d_lse))
-    (actual, lse), gradients = results(in_ring(narrow, static, mesh_of(8)), narrow, (d_out, d_lse))
-    assert lse.dtype == jnp.float32
-    for x, unrounded in zip([actual, *gradients.values()], [out, *expected.values()], strict=True):
-        assert x.dtype == dtype
-        x, rounded = np.asarray(x, np.float64), np.asarray(jnp.asarray(unrounded, dtype), np.float64)
-        assert np.isclose(x, rounded, rtol=1e-6, atol=1e-6).mean() > 0.97  # some lie next to where rounding turns
-        np.testing.assert_allclose(x, rounded, rtol=float(jnp.finfo(dtype).eps), atol=1e-3)
-
-
 # The way round.
 
 

@@ -22,7 +22,6 @@ from linear_cases import (
     TOKENS,
     WEIGHTS,
     WIDTH,
-    assert_all_zero,
     assert_same_function,
     assert_trees_close,
     bad_rows,
@@ -67,32 +66,6 @@ def test_is_cross_entropy_of_torch(label_smoothing):
 
 
 # Weights. What has no weight is gone, and nothing else.
-
-
-@pytest.mark.parametrize(
-    ("reduction", "class_weights"),
-    [("mean", CLASS_WEIGHTS), ("mean", None), ("none", None)],
-)
-def test_a_weight_of_zero_is_a_mask(platform, reduction, class_weights):
-    """Even with a NaN and a label out of range; its weight has a gradient of 0."""
-    options = {"reduction": reduction, "class_weights": singles(class_weights), **OPTIONS}
-
-    @jax.jit
-    def step(floats, labels, where):
-        return jax.value_and_grad(total_of(outputs_of, CROSS_ENTROPY, labels=labels, where=where, **options))(floats)
-
-    clean = singles({"features": FEATURES, "kernel": KERNEL, "weights": WEIGHTS})
-    features = np.where(MASK[:, None], clean["features"], np.float32(np.nan))
-    weights, labels, everything = np.where(MASK, clean["weights"], 0), np.where(MASK, LABELS, -100), np.ones_like(MASK)
-    dirty = clean | {"features": features, "weights": weights}
-    actual = step(dirty, labels, everything)
-    assert_trees_close(actual, step(clean, LABELS, MASK), rtol=1e-5, atol=1e-6)
-    assert not actual[1]["features"][~MASK].any()
-    assert not actual[1]["weights"][~MASK].any()
-    nothing = clean | {"features": features * np.nan, "weights": np.zeros_like(weights)}
-    assert_all_zero(step(nothing, labels, everything))
-    with masksafe.label_checks("raise"):
-        jax.eval_shape(lambda: linear_softmax_cross_entropy(**dirty, labels=labels, **options))
 
 
 def test_negative_and_nan_weights_are_nan(platform):

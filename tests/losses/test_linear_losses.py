@@ -33,7 +33,6 @@ from linear_cases import (
     assert_same_function,
     assert_trees_close,
     bad_rows,
-    every_derivative,
     formula_of,
     in_turn,
     ours_and_formula,
@@ -108,21 +107,6 @@ def test_value_and_gradients_are_those_of_the_formula(platform, op, options):
     assert_same_function(fns, floats)
 
 
-OF_EVERY_DERIVATIVE = [
-    (CROSS_ENTROPY, {**ARRAYS[CROSS_ENTROPY], **OPTIONS, "reduction": "sum", "class_mask": "bias"}),
-    (LOG_PROBS, {**ARRAYS[LOG_PROBS], **CAPPED, "with_entropy": True, "class_mask": True}),
-    (DIVERGENCE, {**ARRAYS[DIVERGENCE], "direction": "jensen_shannon", "class_mask": True}),
-    (TOP_K, {**ARRAYS[TOP_K], "direction": "jensen_shannon", "reduction": "sum", "rest": "drop"}),
-]
-
-
-@pytest.mark.forms
-@in_turn(("op", "options"), [], OF_EVERY_DERIVATIVE)
-def test_every_derivative(platform, op, options):
-    *fns, floats = ours_and_formula(op, **{"block_size": 9} | options)
-    assert_same_function(fns, floats, every_derivative, rtol=1e-9, atol=1e-11)
-
-
 COTANGENTS_OF_ZERO = [
     (CROSS_ENTROPY, {"reduction": "none", "weights": True}),
     (DIVERGENCE, {"reduction": "sum"}),
@@ -183,27 +167,6 @@ def test_gradients_have_the_digits_of_their_dtypes(platform, op, dtype):
     assert_trees_close(gradients, desired[1], rtol=4 * eps, atol=max(eps, 2e-6))
 
 
-TYPES = "bfloat16", "float32", "float64"
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize(
-    ("op", "i", "j"),
-    [*((op, i, (i + n) % 3) for n, op in enumerate((CROSS_ENTROPY, DIVERGENCE), 1) for i in range(3)), (TOP_K, 2, 0)],
-)
-def test_mixed_dtypes_have_second_derivatives(op, i, j):
-    """With 64-bit types, an argument may be wider than the sums or narrower."""
-    floats, others = split_call(op, bias=True, **OPS[op].all_outputs)
-    with jax.enable_x64(True):
-        of_each = i, j, i + j, i + 2 * j, 2 * i + j
-        dtypes = {name: TYPES[n % 3] for name, n in zip(floats, of_each, strict=False)}
-        shapes = {name: jax.ShapeDtypeStruct(x.shape, dtypes[name]) for name, x in floats.items()}
-        loss = lambda floats: sum(map(jnp.sum, outputs_of(op, **others | floats)))  # noqa: E731
-        for second in (jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
-            of_pairs = jax.eval_shape(second(loss), shapes)
-            assert {name: of_pairs[name][name].dtype for name in floats} == dtypes
-
-
 @pytest.mark.forms
 @in_turn(("op",), [], [(CROSS_ENTROPY,), (DIVERGENCE,), (LOG_PROBS,)])
 def test_a_common_offset_of_the_logits_costs_no_digits(platform, op):
@@ -226,50 +189,6 @@ def test_a_common_offset_of_the_logits_costs_no_digits(platform, op):
 
 
 EACH_OP = [("elsewhere", CROSS_ENTROPY), ("elsewhere", LOG_PROBS), ("cpu", DIVERGENCE), ("cpu", TOP_K)]
-
-
-@in_turn(
-    ("op", "mode"),
-    [(*row, "reverse") for row in EACH_OP],
-    [*itertools.product(OF_LABELS, ("forward mode", "reverse")), (DIVERGENCE, "forward mode")],
-)
-def test_masked_classes_touch_nothing_and_nothing_left_is_zero(platform, op, mode):
-    """Whatever the cotangent, as that of a square root of 0. Masked tokens are in the contract's table."""
-    reductions = [{}] if op == LOG_PROBS else [{}, {"reduction": "mean"}]
-    options = OPS[op].all_outputs | {"block_size": 9}
-
-    @jax.jit
-    def step(floats, others, cotangent):
-        of = lambda floats: [outputs_of(op, **options | r | others | floats) for r in reductions]  # noqa: E731
-        found, reverse = jax.vjp(of, floats)
-        return found, reverse(jax.tree.map(lambda x: cotangent.astype(x.dtype) * jnp.ones_like(x), found))[0]
-
-    def outcome(change, cotangent=1.0, **masks):
-        given = split_call(op, **ARRAYS[op], class_mask=True)
-        floats, others = ({name: change(name, x) for name, x in of.items()} for of in given)
-        with masksafe.forward_mode() if mode == "forward mode" else masksafe.label_checks("off"):
-            return step(*singles((floats, others | masks)), np.float32(cotangent))
-
-    def under_masks(garbage, bad_class):
-        def change(name, x):
-            if name in ("target_log_probs", "target_classes"):
-                return np.where(TARGET_MASK, x, garbage if x.dtype.kind == "f" else bad_class)
-            return np.where(CLASS_MASK, x, garbage) if x.shape[-1] == CLASSES and x.dtype.kind == "f" else x
-
-        return change
-
-    clean = outcome(under_masks(0, 0))
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(clean))
-    for garbage, bad_class in ((np.nan, -1), (np.inf, 99), (-np.inf, 2**31 - 1), (1e38, 1)):
-        jax.tree.map(np.testing.assert_array_equal, outcome(under_masks(garbage, bad_class)), clean)
-    for d in clean[1].values():
-        if d.shape[-1] == CLASSES:
-            assert_all_zero(d[..., ~CLASS_MASK])
-    nan_in = lambda names: lambda name, x: np.full_like(x, np.nan) if name in names else x  # noqa: E731
-    floats, others = split_call(op, **ARRAYS[op], class_mask=True)
-    for names in (floats, *([name] for name in floats)):
-        assert_all_zero(outcome(nan_in(names), np.inf, where=np.zeros_like(others["where"])))
-    assert_all_zero(outcome(nan_in(floats), np.inf, class_mask=np.zeros_like(CLASS_MASK)))
 
 
 NO_TOKENS = [(op, 0, WIDTH) for op in (CROSS_ENTROPY, LOG_PROBS, DIVERGENCE)]
@@ -335,16 +254,6 @@ def test_what_is_bad_stays_in_its_row_and_is_gone_if_it_is_replaced(platform, op
         assert all(np.isfinite(d).all() for d in kept.values())
         assert not kept["features"][bad].any()
         assert_all_zero(gone)
-
-
-@pytest.mark.parametrize("op", [CROSS_ENTROPY, LOG_PROBS, TOP_K])
-def test_what_is_bad_is_nan_in_its_own_row_in_forward_mode(op):
-    *_, (floats, others) = bad_calls(op)
-    loss = lambda floats: jnp.sum(outputs_of(op, **OPS[op].all_outputs, **others | floats)[0])  # noqa: E731
-    with masksafe.forward_mode():
-        gradient = jax.jit(jax.grad(loss))(singles(floats))["features"]
-    assert bad_rows(gradient) == [3, 5]
-    assert np.isnan(gradient[np.array([3, 5])]).all()
 
 
 @pytest.mark.parametrize(

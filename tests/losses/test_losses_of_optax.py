@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 import masksafe
 from masksafe.testing import assert_mask_safe
@@ -228,44 +227,6 @@ def test_gradients_are_those_of_optax_too(case):
     chex.assert_trees_all_close(gradients, expected_gradients, rtol=1e-4, atol=1e-5)
 
 
-def on_devices(x):
-    return jax.device_put(x, PartitionSpec("data", *[None] * (x.ndim - 1))) if np.ndim(x) else jnp.asarray(x)
-
-
-# A Fenchel-Young loss is a jax.vmap of a function that it is given, and wants the mask split as the scores are.
-CASES_WITH_MASKS = [case for case in CASES if case.masks and case.name != "fenchel_young_loss"]
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("split", ["scores", "both", "where too"])
-@pytest.mark.parametrize("case", CASES_WITH_MASKS, ids=lambda case: case.name)
-def test_labels_and_masks_that_are_split_or_are_not(case, split):
-    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))):
-        first, *others = map(jnp.asarray, case.args)
-        args = [on_devices(first), *(others if split == "scores" else map(on_devices, others))]
-        mask = (on_devices if split == "where too" else jnp.asarray)(case.masks[0])
-        step = lambda args, mask: value_and_gradients(ours(case, where=mask), args)  # noqa: E731
-        assert jax.eval_shape(step, args, mask)[1][0].shape == first.shape
-
-
-# With the default parameters the contract's table has them.
-CHANGED = [case for case in CASES if case.kwargs or not case.masks]
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("case", CHANGED, ids=lambda case: case.name)
-def test_losses_and_gradients_trace_under_strict_promotion_and_lower_for_cuda(case):
-    masks = [{}, *({"where": jnp.asarray(x)} for x in case.masks[:1])]
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        args = [jnp.asarray(x) for x in case.args]
-        for mask in masks:
-            step = jax.jit(functools.partial(value_and_gradients, ours(case, **mask)))
-            assert jax.export.export(step, platforms=["cuda"])(args).platforms == ("cuda",)
-            with masksafe.forward_mode():
-                fn, moving = of_floats(ours(case, **mask), args)
-                assert jax.make_jaxpr(functools.partial(jax.jvp, fn))(moving, moving).eqns
-
-
 TYPES = {
     "float32": lambda x: jnp.asarray(x, "float32"),
     "bfloat16": lambda x: jnp.asarray(x, "bfloat16"),
@@ -400,17 +361,3 @@ def test_masked_elements_are_gone_and_nothing_left_is_zero(case, mask):
     garbage = {i: np.full_like(case.args[i], np.nan if i in numbers else -100) for i in case.maskable}
     nothing = results(np.zeros_like(mask), *(garbage.get(i, x) for i, x in enumerate(case.args)))
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), nothing)
-
-
-STRICT = [case for case in CASES if case.masks and "where" not in inspect.signature(theirs(case)).parameters]
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("case", STRICT, ids=lambda case: case.name)
-def test_a_mask_of_another_rank_is_refused(case):
-    ranks = {mask.ndim for mask in case.masks} | {np.ndim(case.args[0]), jax.eval_shape(ours(case), *case.args).ndim}
-    rank = next(r for r in range(5) if r not in ranks)
-    if case.name == "ntxent":
-        rank = 3
-    with pytest.raises(ValueError, match=f"^{case.name}: where: got shape"):
-        ours(case, where=np.ones((1,) * rank, bool))(*case.args)

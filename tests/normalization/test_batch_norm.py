@@ -146,15 +146,6 @@ def test_digits_survive_a_large_mean_and_equal_elements(name):
 # Group norm.
 
 
-def test_unmasked_nan_shows_in_its_own_group_only():
-    x, where = X.copy(), WHERE.copy()
-    x[3, 2, 1], where[3, 2, 1] = np.nan, True
-    y = masksafe.group_norm(x, 3, SCALE, BIAS, where=where)
-    is_nan = np.zeros(X.shape, bool)
-    is_nan[3, :, :2] = where[3, :, :2]
-    np.testing.assert_array_equal(np.isnan(y), is_nan)
-
-
 @pytest.mark.forms
 def test_groups_of_channels_that_a_mesh_splits():
     x = np.random.default_rng(0).normal(size=(3, 2, 8)).astype(np.float32)

@@ -259,13 +259,6 @@ def test_garbage_in_rows_out_of_range_and_second_derivatives(name, nothing_in_fi
     np.testing.assert_array_equal(clean[ids < 0], 0)
 
 
-@each_op("standardize")
-def test_garbage_is_no_alarm_of_debug_nans(name):
-    x = jnp.asarray(np.where(ROWS[:, None], X, np.float32(np.nan)))
-    with jax.debug_nans(True):
-        jax.grad(lambda x: jnp.sum(finite(segment(name)(x, np.where(ROWS, IDS, -1), S))))(x)
-
-
 @pytest.mark.parametrize("name", ["max", "min"])
 def test_equal_extrema_of_16_bits_share_in_float32(name):
     x = jnp.ones(3000, jnp.float16)
@@ -386,14 +379,6 @@ def test_data_split_over_a_mesh(name, spec, kind):
         results = program(put(x, *spec), ids, where)
     assert "all-gather" not in program.as_text()
     assert_same(results, step(name, x, IDS, HERE))
-
-
-@each_op("mean")
-def test_batched_rows(name):
-    xs, ids, where = np.stack([X, -X]), np.stack([IDS, IDS[::-1]]), np.stack([ROWS, ROWS[::-1]])
-    results = jax.jit(jax.vmap(functools.partial(step, name)))(xs, ids, where)
-    for i in range(2):
-        assert_same((r[i] for r in results), step(name, xs[i], ids[i], where[i]))
 
 
 def test_what_is_constant_is_not_counted_while_compiling():
