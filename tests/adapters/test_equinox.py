@@ -1,8 +1,10 @@
 """masksafe's layers for equinox: equinox's own on clean input, safe under masks, with the same checkpoints."""
 
+import functools
 import io
 
 import chex
+import comparisons
 import equinox
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from masksafe.adapters import equinox as ours
 theirs = equinox.nn
 KEY = jax.random.key(0)
 GARBAGE = [np.nan, np.inf, -1e30]
+assert_close = functools.partial(comparisons.assert_close, rtol=1e-4, atol=1e-5)
 MODES = ["ema", "batch"]
 
 
@@ -26,10 +29,6 @@ def spread(leaf):
     if not equinox.is_inexact_array(leaf):
         return leaf
     return (leaf + jnp.cos(1.0 + jnp.arange(leaf.size)).reshape(leaf.shape)).astype(leaf.dtype)
-
-
-def assert_close(actual, expected, atol=1e-5):
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=atol)
 
 
 @equinox.filter_jit

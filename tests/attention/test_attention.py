@@ -6,17 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    assert_close,
-    assert_same_bits,
-    attention,
-    causal,
-    exact,
-    normals,
-    random_inputs,
-    replaced,
-    with_gradients,
-)
+from attention_cases import attention, causal, exact, normals, random_inputs, replaced, with_gradients
+from comparisons import assert_close, assert_same_bits
 from tiers import few_of
 
 import masksafe

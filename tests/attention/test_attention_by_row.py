@@ -4,16 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    CASES,
-    assert_close,
-    attention,
-    by_rows,
-    causal,
-    exact,
-    normals,
-    random_inputs,
-)
+from attention_cases import CASES, attention, by_rows, causal, exact, normals, random_inputs
+from comparisons import assert_close
 from tiers import few_of
 
 

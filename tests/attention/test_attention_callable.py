@@ -11,18 +11,20 @@ import pytest
 from attention_cases import (
     CASES,
     POSITIONS_AND_MODS,
-    assert_close,
-    assert_same_bits,
+    assert_alike_where_finite,
     attention,
     exact,
+    hidden_by,
     normals,
     other_derivatives,
     over_all_pairs,
+    poisoned,
     random_inputs,
     replaced,
     window,
     with_gradients,
 )
+from comparisons import assert_close, assert_same_bits
 from jax.experimental import pallas
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -100,16 +102,6 @@ def cases(names, *kept):
         )
         for kernel, name in itertools.product(KERNELS, names)
     ]
-
-
-def hidden_by(live):
-    """Which elements of the query, the key and the value are masked."""
-    dead_keys = ~live.any((1, 2))[:, :, None, None]
-    return ~live.any(3).transpose(0, 2, 1)[..., None], dead_keys, dead_keys
-
-
-def poisoned(inputs, live, garbage):
-    return tuple(np.where(hidden, np.float32(garbage), x) for x, hidden in zip(inputs, hidden_by(live), strict=True))
 
 
 KEPT = ("jax.nn", "query lengths"), ("textbook", "causal, dead rows"), ("textbook", "pairs"), ("tokamax", "segments")
@@ -232,11 +224,6 @@ def both(request, in_blocks):
         return [run(args, d_out, dict(mask=np.broadcast_to(mask, (2, 2, 6, 7)))) for run in runs]
 
     return results
-
-
-def assert_alike_where_finite(actual, expected):
-    jax.tree.map(lambda a, e: np.testing.assert_array_equal(np.isnan(a), np.isnan(e)), actual, expected)
-    assert_close(*(jax.tree.map(lambda x: np.where(np.isnan(x), 0, x), tree) for tree in (actual, expected)))
 
 
 @of_each_kernel

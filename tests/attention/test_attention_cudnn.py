@@ -11,24 +11,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import comparisons
 import cudnn_stand_in
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
-    assert_same_bits,
+    assert_alike_where_finite,
     attention,
     below,
     causal,
     exact,
+    hidden_by,
     loss,
     normals,
+    poisoned,
     random_inputs,
     replaced,
     window,
     with_gradients,
 )
+from comparisons import assert_same_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiers import few_of
 
@@ -36,6 +40,7 @@ from masksafe._core import platforms
 from masksafe.attention import _cudnn
 
 forms = functools.partial(pytest.param, marks=pytest.mark.forms)
+assert_close = functools.partial(comparisons.assert_close, rtol=2e-2)
 T, S = 6, 8
 SIZES = dict(B=2, T=T, S=S, N=4, K=2, H=8)
 KEYS = np.array([[1, 1, 0, 1, 0, 0, 0, 1], [0] * S], bool)[:, None, None]
@@ -101,24 +106,6 @@ def wide(tree):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
-def assert_close(actual, expected, tolerance=2e-2):
-    for a, e in zip(jax.tree.leaves(wide(actual)), jax.tree.leaves(wide(expected)), strict=True):
-        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
-
-
-def hidden_by(live):
-    """Which elements of the query, the key and the value are masked."""
-    dead_queries = ~live.any(3).transpose(0, 2, 1)[..., None]
-    dead_keys = ~live.reshape(2, 2, 2, T, S).any((2, 3)).transpose(0, 2, 1)[..., None]
-    return dead_queries, dead_keys, dead_keys
-
-
-def poisoned(inputs, live, garbage):
-    return tuple(
-        np.where(hidden, np.asarray(garbage, x.dtype), x) for x, hidden in zip(inputs, hidden_by(live), strict=True)
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -135,7 +122,7 @@ def test_value_and_gradients(name, dtype):
     assert out.dtype == dtype
     (expected, _), of_all = exact(*inputs, live, d_out=d_out)
     assert_close((out, gradients), (expected, tuple(of_all[n] for n in ("query", "key", "value"))))
-    for x, hidden in zip((out, *gradients), (hidden_by(live)[0], *hidden_by(live)), strict=True):
+    for x, hidden in zip((out, *gradients), (hidden_by(live, 2)[0], *hidden_by(live, 2)), strict=True):
         assert (np.where(hidden, x, 0) == 0).all()
     for garbage in GARBAGE:
         garbage = np.clip(garbage, -6e4, 6e4) if dtype == jnp.float16 and np.isfinite(garbage) else garbage
@@ -215,15 +202,7 @@ def test_what_is_too_large_for_a_product_is_bad_whatever_it_is_multiplied_by(bot
     for name, large in itertools.product(INPUTS, (1.1e18, 1.2e18, 1e30)):
         actual, expected = both(True, **small | {name: replaced(small[name], (0, 2, 1, 3), large)})
         assert np.isnan(wide(actual[0])).any() == (large > 1.15e18)
-        assert_alike_where_finite(actual, expected)
-
-
-# Nothing is hidden.
-
-
-def assert_alike_where_finite(actual, expected):
-    jax.tree.map(lambda a, e: np.testing.assert_array_equal(np.isnan(a), np.isnan(e)), actual, expected)
-    assert_close(*(jax.tree.map(lambda x: np.where(np.isnan(x), 0, x), tree) for tree in (actual, expected)))
+        assert_alike_where_finite(actual, expected, 2e-2)
 
 
 # Derivatives and transformations.
@@ -241,7 +220,7 @@ def test_vmap(name, in_axes):
     inputs = inputs_of()
     batched = tuple(
         x if axis is None else np.stack([x, 2 * x, np.where(hidden, np.asarray(np.nan, x.dtype), x)], axis)
-        for x, axis, hidden in zip(inputs, in_axes, hidden_by(live), strict=True)
+        for x, axis, hidden in zip(inputs, in_axes, hidden_by(live, 2), strict=True)
     )
     d_out = normals(3, 2, T, 4, 8, seed=6).astype(jnp.bfloat16)
 

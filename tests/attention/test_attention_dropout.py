@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import assert_close, attention, below, causal, exact, normals, random_inputs, with_gradients
+from attention_cases import attention, below, causal, exact, normals, random_inputs, with_gradients
+from comparisons import assert_close
 from tiers import few_of
 
 import masksafe

@@ -6,17 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    CASES,
-    assert_close,
-    assert_same_bits,
-    attention,
-    causal,
-    exact,
-    normals,
-    random_inputs,
-    with_gradients,
-)
+from attention_cases import CASES, attention, causal, exact, normals, random_inputs, with_gradients
+from comparisons import assert_close, assert_same_bits
 from tiers import first
 
 from masksafe._core import platforms

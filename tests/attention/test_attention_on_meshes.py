@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import assert_same_bits, attention, normals, replaced
+from attention_cases import attention, normals, replaced
+from comparisons import assert_close, assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import few_of
@@ -78,11 +79,6 @@ def step_of(arguments):
         return jax.value_and_grad(loss, (0, 1, 2, 3))(query, key, value, floats)
 
     return step
-
-
-def assert_close(actual, desired, rtol=5e-5, atol=1e-5):
-    for a, d in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(d), rtol=rtol, atol=atol)
 
 
 # All splits of masks that have an array for each of their axes, and of each other mask one.

@@ -5,14 +5,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from attention_cases import (
-    assert_same_bits,
-    attention,
-    causal,
-    normals,
-    random_inputs,
-    with_gradients,
-)
+from attention_cases import attention, causal, normals, random_inputs, with_gradients
+from comparisons import assert_same_bits
 
 import masksafe
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from attention_cases import (
     CASES,
-    assert_close,
     attention,
     below,
     causal,
@@ -20,6 +19,7 @@ from attention_cases import (
     shrink_blocks,
     with_gradients,
 )
+from comparisons import assert_close
 from jax.sharding import NamedSharding, PartitionSpec
 from tiers import few_of
 

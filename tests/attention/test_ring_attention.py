@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import assert_close, assert_same_bits, attention, inner_jaxprs, normals, random_inputs, replaced
+from attention_cases import attention, inner_jaxprs, normals, random_inputs, replaced
+from comparisons import assert_close, assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import few_of
@@ -78,17 +79,11 @@ def results(fn, arrays, cotangents=None):
 def assert_as_on_one_device(split, arrays, static, placed=None, cotangents=None):
     """For a function of arrays with time split; they may be placed on its mesh."""
     expected = results(lambda arrays: attend(arrays, static), arrays)
-    assert_same(results(split, placed or arrays, cotangents), expected)
+    assert_close(results(split, placed or arrays, cotangents), expected)
 
 
 def inputs(S=T, T=T, N=N, K=K, B=B, **more):
     return dict(zip(("query", "key", "value"), random_inputs(B, T, S, N, K, width=3), strict=True)) | more
-
-
-def assert_same(actual, expected, tolerance=2e-5):
-    assert_close(actual[0], expected[0], tolerance)
-    for name, gradient in expected[1].items():
-        np.testing.assert_allclose(actual[1][name], gradient, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
 INDEX = np.arange(T)
@@ -212,7 +207,7 @@ def test_all_masks_together_and_each_alone_are_those_of_one_device(ring, one_dev
     lengths = dict(query_seq_lengths=np.array([16, 7]), key_value_seq_lengths=np.array([10, 3]))
     segments = dict(query_segment_ids=IDS, key_value_segment_ids=IDS)
     for arrays in ({}, shuffled, lengths, segments, dict(bias=np.where(ALLOWED, WITH_ALL_MASKS["bias"], -np.inf))):
-        assert_same(ring(**arrays), one_device(**arrays))
+        assert_close(ring(**arrays), one_device(**arrays))
 
 
 MASKS = {
@@ -251,7 +246,7 @@ def test_what_is_bad_shows_where_it_does_on_one_device(ring, one_device):
         bad = {name: replaced(WITH_ALL_MASKS[name], (0, 6, 1, 2), value)}
         actual, expected = ring(**bad), one_device(**bad)
         assert np.isnan(expected[0][0]).any()
-        assert_same(actual, expected)  # NaN equals NaN
+        assert_close(actual, expected)  # NaN equals NaN
 
 
 def test_logits_that_overflow_on_some_devices_have_weight_0(ring, one_device):
@@ -393,7 +388,7 @@ def test_attention_in_zigzag_order(segments):
     cotangents = [masksafe.zigzag(normals(*x.shape, seed=6 + i), 4) for i, x in enumerate((out, lse))]
     turned |= dict(query_positions=positions, key_positions=positions)
     actual = results(in_ring(turned, static, mesh_of(4)), turned, cotangents)
-    assert_same(jax.tree.map(lambda x: masksafe.undo_zigzag(x, 4), actual), ((out, lse), gradients))
+    assert_close(jax.tree.map(lambda x: masksafe.undo_zigzag(x, 4), actual), ((out, lse), gradients))
 
 
 @pytest.mark.parametrize(

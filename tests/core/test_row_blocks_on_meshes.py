@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -47,11 +48,6 @@ def put(args, spec):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     specs = [spec[: min(np.ndim(a), len(spec))] if np.ndim(a) > 1 else P() for a in args]
     return mesh, [jax.device_put(a, NamedSharding(mesh, P(*s))) for a, s in zip(args, specs, strict=True)]
-
-
-def assert_close(actual, desired, rtol=1e-5, atol=1e-6):
-    for a, d in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(d), rtol=rtol, atol=atol)
 
 
 def total(fn):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 
 import masksafe
 from masksafe import losses
@@ -216,14 +217,10 @@ def in_turn(names, placed, cases):
     return pytest.mark.parametrize(("platform", *names), [*placed, *turns], indirect=["platform"])
 
 
-def assert_trees_close(actual, desired, **tolerances):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float64(a), np.float64(b), **tolerances), actual, desired)
-
-
 def assert_same_function(fns, args, of=jax.value_and_grad, rtol=1e-11, atol=1e-12):
     """The value and the gradients of two functions, or other derivatives `of(fn)`, in float64."""
     with jax.enable_x64(True):
-        assert_trees_close(*jax.jit(lambda args: [of(fn)(args) for fn in fns])(args), rtol=rtol, atol=atol)
+        assert_close(*jax.jit(lambda args: [of(fn)(args) for fn in fns])(args), rtol=rtol, atol=atol)
 
 
 def assert_all_zero(tree):

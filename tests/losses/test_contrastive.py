@@ -1,9 +1,9 @@
 """InfoNCE and the sigmoid loss of pairs, and ntxent: the plain formulas, digits, devices, memory, other derivatives."""
 
 import functools
-import itertools
 
 import chex
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,47 +43,8 @@ def loss_of(name, **static):
     return call
 
 
-def plain(name):
-    """The losses of rows, from the matrix of all pairs."""
-
-    def losses(x, y, scale, bias, where, ids):
-        z = scale * (x @ y.T) + (bias if name == "sigmoid" else 0)
-        negative = (ids[:, None] != ids[None]) & where[:, None] & where[None]
-        if name == "sigmoid":
-            found = jax.nn.softplus(-jnp.diag(z)) + jnp.sum(jnp.where(negative, jax.nn.softplus(z), 0), 1)
-        else:
-            seen = jnp.where(negative | jnp.eye(len(x), dtype=bool), z, -jnp.inf)
-            rows, columns = jax.nn.logsumexp(seen, 1) - jnp.diag(z), jax.nn.logsumexp(seen, 0) - jnp.diag(z)
-            found = (rows + columns) / 2 if name == "info_nce" else rows
-        return jnp.where(where, found, 0)
-
-    return losses
-
-
-def mean_of(name):
-    def loss(*args):
-        return jnp.sum(plain(name)(*args)) / jnp.maximum(jnp.sum(args[4]), 1)
-
-    return loss
-
-
-def in_float64(fn, *args):
-    with jax.enable_x64(True):
-        wide = [np.asarray(x, np.float64) if np.asarray(x).dtype.kind == "f" else x for x in args]
-        return jax.tree.map(np.asarray, jax.jit(fn)(*map(jnp.asarray, wide)))
-
-
 def with_gradients(fn, of=(0, 1, 2, 3)):
     return jax.value_and_grad(fn, of)
-
-
-@functools.cache
-def plain_program(name):
-    return jax.jit(with_gradients(mean_of(name)))
-
-
-def expected_of(name, *args):
-    return in_float64(plain_program(name), *args)
 
 
 @functools.cache
@@ -98,20 +59,23 @@ def assert_close(actual, expected, rtol=1e-5):
     jax.tree.map(close, actual, expected)
 
 
-# The plain formulas.
+# In blocks of any size.
 
 
 @pytest.mark.parametrize("block_size", [5, None, 4, 1, 100])
 @pytest.mark.parametrize("name", ["info_nce", "sigmoid", "one direction"])
-def test_are_the_plain_formulas_and_large_logits_do_not_overflow(name, block_size):
-    for where, ids in itertools.product((WHERE, EVERY), (IDS, OWN)):
-        args = X, Y, SCALE, BIAS, where, ids
-        assert_close(program(name, block_size=block_size)(*args), expected_of(name, *args))
-    for sign in (1, -1):
-        args = 100 * X, 100 * sign * Y, SCALE, BIAS, WHERE, IDS
-        assert_close(program(name, block_size=block_size)(*args), expected_of(name, *args), 1e-4)
-    without = jax.jit(loss_of(name, block_size=block_size))(X, Y, SCALE, BIAS)
-    assert_close(without, expected_of(name, X, Y, SCALE, BIAS, EVERY, OWN)[0])
+def test_blocks_of_any_size_give_what_the_definition_says_and_large_logits_do_not_overflow(name, block_size):
+    for where, ids, factor in ((WHERE, IDS, 1), (EVERY, OWN, 1), (WHERE, IDS, 100), (WHERE, IDS, -100)):
+        args = factor * X, abs(factor) * Y, SCALE, BIAS, where, ids
+        wide = where, *map(np.float64, args[:3])
+        if name == "sigmoid":
+            (losses,) = definitions.sigmoid_contrastive(*wide, [BIAS], ids)
+        else:
+            (losses,) = definitions.info_nce(*wide, ids, name == "info_nce")
+        value, gradients = program(name, block_size=block_size)(*args)
+        rtol = 1e-5 if factor == 1 else 1e-4
+        np.testing.assert_allclose(value, losses.sum() / where.sum(), rtol=rtol)
+        assert_close(gradients, program(name, block_size=2)(*args)[1], rtol)
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1, 1)])
@@ -410,27 +374,18 @@ def test_no_block_is_nearly_empty():
 # ntxent is computed in the same blocks.
 
 
-def nt_xent(z, labels, temperature, where):
-    """The formula, from the matrix of all pairs."""
-    live = jnp.any(where, 1)
-    z = jnp.where(where, z, ~live[:, None])  # a masked row of ones has a length
-    units = z / jnp.linalg.norm(z, axis=1, keepdims=True)
-    x, same = units @ units.T / temperature, labels[:, None] == labels[None]
-    both = live[:, None] & live[None]
-    others = jax.nn.logsumexp(jnp.where(both & ~same, x, -jnp.inf), 1, keepdims=True)
-    pairs = both & same & ~jnp.eye(len(z), dtype=bool)
-    return jnp.sum(jnp.where(pairs, jnp.logaddexp(x, others) - x, 0)) / jnp.sum(pairs)
-
-
 @pytest.mark.parametrize("rows_of_block", [5, 64])
 @pytest.mark.parametrize("labels", [IDS // 2, IDS % 3 / np.float32(3)], ids=["integers", "floats"])
 def test_ntxent_in_blocks(labels, rows_of_block, choose):
+    def results():
+        run = jax.jit(jax.value_and_grad(lambda z, where: ntxent(z, labels, where=where)))
+        return [run(X, where) for where in masks]
+
+    masks = np.broadcast_to(WHERE[:, None], X.shape), np.cos(5 * X) > -0.6, np.ones(X.shape, bool)
+    in_one = results()
     choose(fewest_rows_of_pairs=rows_of_block, pair_block_elements=1)
-    run = jax.jit(jax.value_and_grad(lambda z, t, where: ntxent(z, labels, t, where=where), (0, 1)))
-    formula = jax.jit(jax.value_and_grad(lambda z, t, where: nt_xent(z, labels, t, where), (0, 1)))
-    elements = np.cos(5 * X) > -0.6
-    for where in (np.broadcast_to(WHERE[:, None], X.shape), elements, np.ones(X.shape, bool)):
-        expected = in_float64(formula, X, SCALE, where)
-        assert_close(run(X, SCALE, where), expected)
-        if where is not elements:
-            chex.assert_trees_all_equal(run(np.where(where, X, np.nan), SCALE, where), run(X, SCALE, where))
+    for where, found, expected in zip(masks, results(), in_one, strict=True):
+        assert_close(found, expected)
+        rows = where.any(1)
+        definition = definitions.nt_xent(np.float64(np.where(where, X, 0)[rows]), labels[rows])
+        np.testing.assert_allclose(found[0], definition, rtol=1e-5)

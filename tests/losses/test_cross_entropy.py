@@ -179,6 +179,17 @@ def test_a_mask_of_the_logits_rank_masks_classes_where_labels_have_a_higher_one(
 # Nothing is hidden, and what is replaced is gone.
 
 
+def test_a_bad_logit_has_a_bad_gradient_in_its_own_row_only(blocks):
+    for bad in (NAN, INF):
+        for _, gradient in jax.device_get(of_each(LOGITS.at[2, 0].set(bad), LABELS, SHARES[LABELS])).values():
+            np.testing.assert_array_equal(np.isnan(gradient).all(1), np.arange(4) == 2)
+            np.testing.assert_array_equal(np.isnan(gradient).any(1), np.arange(4) == 2)
+    excluded = LOGITS.at[2, 0].set(-INF)  # a class of probability 0
+    chex.assert_trees_all_close(
+        of_each(excluded, LABELS, SHARES[LABELS]), exact(excluded, LABELS), rtol=1e-5, atol=1e-6
+    )
+
+
 def test_row_whose_loss_is_selected_away_gets_no_gradient():
     """The way people mask without `where`: jnp.where behind the loss, over padded labels. Nor is it in the Hessian."""
     labels, logits, targets = (np.array(x) for x in (LABELS, LOGITS, TARGETS))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 from jax.experimental import checkify
 from linear_cases import (
     BAD,
@@ -23,7 +24,6 @@ from linear_cases import (
     WEIGHTS,
     WIDTH,
     assert_same_function,
-    assert_trees_close,
     bad_rows,
     formula_of,
     in_turn,
@@ -68,6 +68,12 @@ def test_is_cross_entropy_of_torch(label_smoothing):
 # Weights. What has no weight is gone, and nothing else.
 
 
+def test_a_weight_of_0_has_no_gradient():
+    weights, everything = np.where(MASK, WEIGHTS, 0), {"labels": LABELS, "reduction": "sum", **OPTIONS}
+    loss = lambda w: linear_softmax_cross_entropy(FEATURES, KERNEL, weights=w, **everything)  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(weights) == 0, ~MASK)
+
+
 def test_negative_and_nan_weights_are_nan(platform):
     of_class = np.arange(CLASSES) == LABELS[5]
 
@@ -108,7 +114,7 @@ def test_a_class_of_weight_zero(platform, excluded, label_smoothing):
         actual, desired = both({"features": FEATURES, "kernel": KERNEL, "weights": WEIGHTS})
     if not label_smoothing:  # the tokens of that class take no part: their weights have gradients of 0
         assert not actual[1]["features"][LABELS[0] == LABELS].any()
-    assert_trees_close(actual, desired, rtol=1e-9, atol=1e-11)
+    assert_close(actual, desired, rtol=1e-9, atol=1e-11)
 
 
 def test_a_bias_that_is_infinite_in_the_dtype_of_the_logits_excludes_its_class_from_the_smoothing(platform):
@@ -146,7 +152,7 @@ def test_float16_gradients_with_large_and_small_weights(platform, size, reductio
 
     desired = gradients(*(a.astype("float32") for a in args), size * np.float32(WEIGHTS))
     actual = gradients(*args, size * np.float32(WEIGHTS))
-    assert_trees_close(actual, desired, rtol=1e-2, atol=2e-5)
+    assert_close(actual, desired, rtol=1e-2, atol=2e-5)
 
 
 @pytest.mark.forms
@@ -186,7 +192,7 @@ def test_a_masked_mean_of_parts_is_the_weighted_mean():
     args = *singles((KERNEL, FEATURES)), labels, np.float32(WEIGHTS)
     of_parts = masksafe.value_and_grad_of_mean(mean_of, microbatches=4)
     whole = jax.value_and_grad(functools.partial(loss, reduction="mean"))
-    assert_trees_close(*jax.jit(lambda *args: (of_parts(*args), whole(*args)))(*args), rtol=1e-5, atol=1e-6)
+    assert_close(*jax.jit(lambda *args: (of_parts(*args), whole(*args)))(*args), rtol=1e-5, atol=1e-6)
 
 
 # The z-loss.
@@ -209,7 +215,7 @@ def test_a_label_out_of_range_leaves_the_z_loss(platform, reduction):
     step = jax.jit(jax.value_and_grad(z_loss, has_aux=True))
     (_, (cross_entropy, actual)), gradient = step(np.float32(FEATURES), labels)
     (_, (_, desired)), desired_gradient = step(np.float32(FEATURES), LABELS)
-    assert_trees_close((actual, gradient), (desired, desired_gradient), rtol=2e-5, atol=1e-6)
+    assert_close((actual, gradient), (desired, desired_gradient), rtol=2e-5, atol=1e-6)
     np.testing.assert_array_equal(np.isnan(cross_entropy), BAD if reduction == "none" else True)
     with masksafe.label_checks("checkify"):
         error, (_, parts) = jax.jit(checkify.checkify(z_loss))(np.float32(FEATURES), labels)

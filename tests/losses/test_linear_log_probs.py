@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from linear_cases import (
@@ -18,7 +19,6 @@ from linear_cases import (
     TOKENS,
     WIDTH,
     assert_same_function,
-    assert_trees_close,
     bad_rows,
     log_probs_and_entropy,
     singles,
@@ -70,7 +70,7 @@ def test_what_is_bad_reaches_the_outputs_that_depend_on_it(platform):
     (_, entropies), (_, of_entropies), _ = step(features, LABELS, kernel)
     (log_probs, actual), (of_log_probs, d_actual), _ = step(features, np.where(BAD, CLASSES, LABELS), kernel)
     assert bad_rows(log_probs) == bad_rows(of_log_probs) == [5]
-    assert_trees_close((actual, d_actual), (entropies, of_entropies), rtol=1e-6, atol=1e-7)
+    assert_close((actual, d_actual), (entropies, of_entropies), rtol=1e-6, atol=1e-7)
     overflow = np.where(BAD[:, None] & (np.arange(WIDTH) == 0), 3, features * (np.arange(WIDTH) > 0))
     kernel = np.where(np.arange(WIDTH)[:, None] == 0, np.where(np.arange(CLASSES) == 3, 3e38, 0), kernel)
     outputs, gradients, kept = step(overflow, LABELS, np.float32(kernel))
@@ -91,7 +91,7 @@ def test_a_label_out_of_range_where_its_log_probability_is_replaced(platform):
 
     fns = (functools.partial(linear_log_probs, block_size=9), labels), (log_probs_and_entropy, LABELS)
     of_each = jax.jit(lambda *args: [jax.grad(functools.partial(total, *fn), (0, 1))(*args) for fn in fns])
-    assert_trees_close(*of_each(*singles((FEATURES, KERNEL))), rtol=1e-4, atol=1e-5)
+    assert_close(*of_each(*singles((FEATURES, KERNEL))), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.forms
@@ -108,7 +108,7 @@ def test_symbolic_sizes_can_be_exported_with_a_bad_label_too():
     args, step = (*singles((FEATURES, KERNEL)), labels), jax.jit(jax.grad(step, (0, 1)))
     gradients = jax.export.export(step)(*shapes).call(*args)
     assert np.isfinite(gradients[0]).all()
-    assert_trees_close(gradients, step(*args), rtol=1e-5, atol=1e-5)
+    assert_close(gradients, step(*args), rtol=1e-5, atol=1e-5)
 
 
 TIED = np.array(

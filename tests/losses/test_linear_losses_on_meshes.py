@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,7 +27,6 @@ from linear_cases import (
     TOKENS,
     TOP_K,
     assert_all_zero,
-    assert_trees_close,
     every_derivative,
     formula_of,
     in_turn,
@@ -43,7 +43,7 @@ import masksafe
 from masksafe.losses import linear_softmax_cross_entropy
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
-close = functools.partial(assert_trees_close, rtol=2e-5, atol=2e-6)
+close = functools.partial(assert_close, rtol=2e-5, atol=2e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_classes_split_in_a_shard_map(platform, op, options, outside):
     else:
         step = split(jax.value_and_grad(local), out_specs=(P(), specs[0]))
     step, whole = jax.jit(step), jax.jit(jax.value_and_grad(lambda floats: sum_of(formula_of, op, others, floats)))
-    assert_trees_close(step(floats, arrays), whole(floats), rtol=1e-4, atol=1e-5)
+    assert_close(step(floats, arrays), whole(floats), rtol=1e-4, atol=1e-5)
     if "class_mask" in arrays:
         assert_all_zero(step(floats, arrays | {"class_mask": np.zeros_like(CLASS_MASK)})[1])
 
@@ -121,7 +121,7 @@ def test_other_derivatives_with_split_classes(platform, op, options, check_vma):
     fns = split, total_of(formula_of, op, **others)
     both = jax.jit(lambda floats: [derivatives(fn, floats) for fn in fns])
     for kernel in (KERNEL, np.zeros_like(KERNEL))[: 1 + (op == LOG_PROBS)]:  # ties everywhere
-        assert_trees_close(*both(singles(floats | {"kernel": kernel})), rtol=1e-3, atol=1e-4)
+        assert_close(*both(singles(floats | {"kernel": kernel})), rtol=1e-3, atol=1e-4)
 
 
 # Meshes with explicit axes. How the arguments are split, by their role or name.
@@ -201,7 +201,7 @@ run_mean = functools.partial(step, CROSS_ENTROPY, reduction="mean", with_compone
 def assert_same_on_a_mesh(run, args, split, kinds=(EXPLICIT, EXPLICIT), rtol=2e-5, atol=2e-6):
     with jax.set_mesh(mesh_of(kinds)):
         actual = run(*put(mesh_of(kinds), args, split))
-    assert_trees_close(actual, run(*args), rtol=rtol, atol=atol)
+    assert_close(actual, run(*args), rtol=rtol, atol=atol)
 
 
 QUICK = (CROSS_ENTROPY, "tokens and classes", "none", True)

@@ -35,14 +35,6 @@ def whole():
     return LOSS(PROBS, INDICES, MASK)
 
 
-def by_hand(probs, indices, where):
-    """The loss and its gradient in float64; an index of -1 is an assignment that was dropped."""
-    assigned = indices[where][indices[where] >= 0]
-    shares = np.bincount(assigned, minlength=EXPERTS) / assigned.size
-    value = EXPERTS * np.sum(shares * np.float64(probs)[where].mean(0))
-    return value, np.where(where[..., None], EXPERTS * shares / where.sum(), 0)
-
-
 # The numbers of others, from their definitions, with one-hot arrays of tokens x k x experts.
 
 
@@ -92,13 +84,7 @@ def test_factors_that_lead_to_the_numbers_of_others():
         chex.assert_trees_all_close(ours, theirs, rtol=1e-5)
 
 
-# Dropped assignments, indices out of range.
-
-
-def test_a_token_whose_assignments_are_dropped_still_counts_in_the_probabilities():
-    dropped = INDICES.copy()
-    dropped[0, :, 1] = dropped[3, 2] = -1
-    chex.assert_trees_all_close(LOSS(PROBS, dropped, MASK), by_hand(PROBS, dropped, MASK), rtol=1e-6)
+# Indices out of range.
 
 
 def test_unsigned_indices():

@@ -38,6 +38,13 @@ def test_masking_classes_or_samples_is_taking_them_out():
     assert (of_classes > 0).sum() == 5
 
 
+def test_nothing_left_is_0_without_smoothing():
+    rows = np.zeros((2, 6, 1), bool)
+    value, gradient = jax.jit(jax.value_and_grad(lambda x: dice_loss(x, TARGETS, smooth=0.0, where=rows).sum()))(LOGITS)
+    assert value == 0
+    assert not gradient.any()
+
+
 def test_probabilities():
     @jax.jit
     def all_of(p, x, t):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tiers import pairs
@@ -94,12 +95,6 @@ def reference(op, x, scale=None, bias=None, axis=-1, where=None, epsilon=1e-6):
     d_scale = cotangent_of(scale, op != "standardize", d_y * normalized)
     d_bias = cotangent_of(bias, op == "layer_norm", d_y)
     return np.where(where, normalized * gamma + beta, 0), (d_x, d_scale, d_bias)
-
-
-def assert_close(actual, expected, rtol, atol):
-    """Also of arrays in 16 bits."""
-    actual = jax.tree.map(lambda a: np.asarray(a, np.float64), actual)
-    chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)
 
 
 def cases(short, *choices):

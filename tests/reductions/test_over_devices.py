@@ -72,7 +72,7 @@ def on_devices(fn, mesh, axes, is_elementwise, **kwargs):
     )
 
 
-@each_name("layer_norm")
+@each_name("layer_norm", "sum")
 @pytest.mark.parametrize("has_weights", [True, forms(False)], ids=["weights", "no weights"])
 def test_over_devices_is_that_of_the_whole_with_its_gradients(name, has_weights):
     reduce = REDUCTIONS[name]
