@@ -16,8 +16,6 @@ with_residual = functools.partial(attention, return_residual=True)
 COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
 NAMES = "query", "key", "value", "bias"
 
-# What is masked is gone, and what is not has the values and gradients of float64.
-
 
 # What is not masked is not hidden.
 

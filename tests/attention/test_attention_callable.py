@@ -373,19 +373,6 @@ def test_a_kernel_of_pallas_on_a_mesh():
         assert_same_bits(attention(*split, implementation=kernel), inputs[0] + inputs[2])
 
 
-@pytest.mark.forms
-def test_shard_map():
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    inputs, spec = random_inputs(), P("batch")
-
-    def value_and_gradients(*inputs):
-        out, pull_back = jax.vjp(functools.partial(attention, implementation=textbook, is_causal=True), *inputs)
-        return out, pull_back(out)
-
-    split = jax.shard_map(value_and_gradients, mesh=mesh, in_specs=spec, out_specs=spec)
-    assert_close(jax.jit(split)(*inputs), jax.jit(value_and_gradients)(*inputs))
-
-
 def test_a_program_is_found_again():
     traced = []
 

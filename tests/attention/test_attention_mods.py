@@ -17,7 +17,6 @@ from masksafe import attention_masks
 
 with_residual = functools.partial(attention, return_residual=True)
 QUERY, KEY = np.arange(6)[:, None], np.arange(7)
-SLOPES = np.float32([0.5, -1.5])
 COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
 
 

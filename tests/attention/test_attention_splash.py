@@ -278,22 +278,6 @@ def value_and_gradients(fn, d_out, *inputs):
     return out, reverse(d_out)
 
 
-@pytest.mark.forms
-def test_vmap():
-    """With lengths of each, and over an axis that some arrays lack."""
-    query, key, value = inputs_of()
-    lengths, many = np.array([[0, 300], [384, 5]]), np.stack([query, -query], 1)
-
-    def run(query, lengths, d_out):
-        fn = functools.partial(splash, is_causal=True, key_value_seq_lengths=lengths)
-        return value_and_gradients(fn, d_out, query, key, value)
-
-    together = jax.jit(jax.vmap(run, (1, 0, None)))(many, lengths, D_OUT)
-    for n in range(2):
-        alone = jax.jit(run)(many[:, n], lengths[n], D_OUT)
-        assert_close([x[n] for x in jax.tree.leaves(together)], jax.tree.leaves(alone))
-
-
 def mesh_of(kind):
     return jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
 
@@ -312,17 +296,6 @@ def test_meshes(where):
         run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
     split = jax.device_put((D_OUT, *inputs), NamedSharding(mesh, spec))
     assert_close(jax.jit(run)(*split), expected)
-
-
-@pytest.mark.forms
-def test_scan_and_remat():
-    inputs = inputs_of()
-    run = functools.partial(value_and_gradients, functools.partial(splash, is_causal=True), D_OUT)
-    again = functools.partial(value_and_gradients, jax.checkpoint(functools.partial(splash, is_causal=True)), D_OUT)
-    expected = jax.jit(run)(*inputs)
-    assert_same_bits(jax.jit(again)(*inputs), expected)
-    scanned = jax.jit(lambda *args: jax.lax.scan(lambda _, x: ((), run(*x)), (), args)[1])(*(x[None] for x in inputs))
-    assert_same_bits([x[0] for x in jax.tree.leaves(scanned)], jax.tree.leaves(expected))
 
 
 # Where it is taken.

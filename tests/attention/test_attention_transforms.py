@@ -29,25 +29,6 @@ from masksafe._core.tiles import divide
 from masksafe.attention._pairs import Pairs, unmasked_tiles
 from masksafe.attention._plan import Plan
 
-# Autodiff. Derivatives against float64 are in test_attention.py.
-
-
-@pytest.mark.forms
-def test_gradient_through_a_jvp(form):
-    """What mean-flow and consistency models do: a forward derivative inside of a loss."""
-    mask = np.broadcast_to(np.arange(7) != 2, (1, 1, 1, 7))
-
-    def gradients_of(attend):
-        def loss(query, key, value):
-            fn = lambda query: attend(query, key, value, mask=mask, is_causal=True)  # noqa: E731
-            out, velocity = jax.jvp(fn, (query,), (jnp.ones_like(query),))
-            return jnp.sum((out - 0.3 * velocity) ** 2)
-
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(*random_inputs())
-
-    with masksafe.forward_mode():
-        assert_close(gradients_of(attention), gradients_of(jax.nn.dot_product_attention), 1e-4)
-
 
 # Transformations.
 

@@ -488,23 +488,6 @@ def test_captured_arrays_that_are_split():
 
 
 @pytest.mark.forms
-def test_remat_vmap_and_scan():
-    arrays, static = inputs(key_value_seq_lengths=np.array([13, 2])), dict(is_causal=True)
-
-    def local(arrays):
-        one = jax.checkpoint(functools.partial(attend, static=static, axis_name="time"))
-        return jax.tree.map(lambda x: x[:, 0], jax.vmap(one)(jax.tree.map(lambda x: x[:, None], arrays)))
-
-    specs = ({name: spec_of(name, x) for name, x in arrays.items()},)
-    split = jax.shard_map(local, mesh=mesh_of(4), in_specs=specs, out_specs=IN_TIME)
-
-    def twice(arrays):
-        return jax.tree.map(lambda x: x.sum(0) / 2, jax.lax.map(lambda _: split(arrays), jnp.arange(2)))
-
-    assert_as_on_one_device(twice, arrays, static)
-
-
-@pytest.mark.forms
 def test_axes_in_another_order_than_the_mesh():
     """The first of the names is the slowest, as in a `PartitionSpec`."""
     arrays, static, names = inputs(), dict(is_causal=True, local_window_size=(6, 0)), ("y", "x")

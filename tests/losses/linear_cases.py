@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from comparisons import assert_close
 
-import masksafe
 from masksafe import losses
 
 TOKENS, WIDTH, WIDTH_OF_TARGETS, CLASSES, K = 40, 8, 4, 24, 4
@@ -236,14 +235,3 @@ def second_derivatives(fn, args):
     along, gradient = jax.tree.map(jnp.cos, args), jax.grad(fn)
     slope = lambda args: sum(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.sum(a * b), gradient(args), along)))  # noqa: E731
     return jax.jvp(gradient, (args,), (along,))[1], jax.grad(slope)(args)
-
-
-def every_derivative(fn):
-    """The value and the gradient, the same in forward mode, and second derivatives, both ways."""
-
-    def derivatives(args):
-        with masksafe.forward_mode():
-            forward = jax.jvp(fn, (args,), (jax.tree.map(jnp.cos, args),)), jax.grad(fn)(args)
-        return jax.value_and_grad(fn)(args), forward, second_derivatives(fn, args)
-
-    return derivatives

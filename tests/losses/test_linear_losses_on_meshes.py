@@ -27,7 +27,6 @@ from linear_cases import (
     TOKENS,
     TOP_K,
     assert_all_zero,
-    every_derivative,
     formula_of,
     in_turn,
     outputs_of,
@@ -195,13 +194,6 @@ def step(op, **options):
 
 
 mean_of = functools.partial(loss_of, CROSS_ENTROPY, reduction="mean", with_components=False)
-run_mean = functools.partial(step, CROSS_ENTROPY, reduction="mean", with_components=False)
-
-
-def assert_same_on_a_mesh(run, args, split, kinds=(EXPLICIT, EXPLICIT), rtol=2e-5, atol=2e-6):
-    with jax.set_mesh(mesh_of(kinds)):
-        actual = run(*put(mesh_of(kinds), args, split))
-    assert_close(actual, run(*args), rtol=rtol, atol=atol)
 
 
 QUICK = (CROSS_ENTROPY, "tokens and classes", "none", True)
@@ -242,23 +234,6 @@ def test_losses_are_split_like_the_tokens_without_jit_too():
     losses = linear_softmax_cross_entropy(**put(mesh_of(), [args], "both axes of tokens")[0], reduction="none")
     assert jax.typeof(losses).sharding.spec == P("x", "y")
     close(losses, jax.jit(functools.partial(linear_softmax_cross_entropy, reduction="none"))(**args))
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize(
-    ("op", "split", "reduction"),
-    [
-        (CROSS_ENTROPY, "tokens and classes", "none"),
-        (CROSS_ENTROPY, "tokens", "mean"),
-        (CROSS_ENTROPY, "classes", "none"),
-        (DIVERGENCE, "tokens and classes", "mean"),
-        (TOP_K, "tokens and classes", "mean"),
-    ],
-)
-def test_every_derivative(op, split, reduction):
-    loss = loss_of(op, reduction=reduction)
-    run = jax.jit(lambda floats, others: every_derivative(lambda floats: loss(floats, others))(floats))
-    assert_same_on_a_mesh(run, call_of(op), split, rtol=2e-4, atol=2e-5)
 
 
 def test_masked_tokens_touch_nothing():
@@ -312,37 +287,6 @@ def test_label_checks(op):
         text = r"2 of 40 labels .* first at \(1, 3\): -1"
         with jax.set_mesh(mesh_of()), masksafe.label_checks("raise"), pytest.raises(Exception, match=text):
             mean_of()(*with_bad_labels())
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize(
-    "split",
-    [
-        {"tokens": X, "many": P(None, "x")},
-        {"many": P("x", None, "y"), "weights": BY_Y, "labels": BY_Y, "where": BY_Y},
-    ],
-    ids=["tokens", "samples"],
-)
-def test_vmap_scan_and_remat(split):
-    floats, others = call_of(CROSS_ENTROPY)
-    features, loss = floats["features"], jax.checkpoint(mean_of())
-
-    @jax.jit
-    def gradients(many, floats, others):
-        of_one = lambda x, floats: loss(floats | {"features": x}, others)  # noqa: E731
-        of_many = lambda many, floats: jnp.sum(jax.vmap(lambda x: of_one(x, floats))(many))  # noqa: E731
-        again = lambda x, floats: jax.lax.scan(lambda c, _: (c + of_one(x, floats), None), 0.0, None, 2)[0]  # noqa: E731
-        many = many["many"]
-        return jax.grad(of_many, (0, 1))(many, floats), jax.grad(again, (0, 1))(jnp.sum(many, 0), floats)
-
-    args = {"many": np.stack([features, np.cos(features)])}, floats, others
-    assert_same_on_a_mesh(gradients, args, split)
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize(("kinds", "split"), [((EXPLICIT, AUTO), "tokens"), ((AUTO, EXPLICIT), "classes")], ids=str)
-def test_a_mesh_with_automatic_axes_too(kinds, split):
-    assert_same_on_a_mesh(run_mean(), call_of(CROSS_ENTROPY), split, kinds)
 
 
 @pytest.mark.forms
