@@ -29,7 +29,6 @@ from masksafe._core.tiles import divide
 from masksafe.attention._pairs import Pairs, unmasked_tiles
 from masksafe.attention._plan import Plan
 
-
 # Transformations.
 
 

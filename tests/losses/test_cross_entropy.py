@@ -449,22 +449,6 @@ def test_labels_of_0_need_no_probabilities(blocks, masked):
 # Derivatives.
 
 
-@pytest.mark.forms
-def test_forward_mode_of_a_label_at_minus_infinity_and_of_a_bad_one():
-    logits, label, bad = jnp.array([-INF, 0.0, 1.0]), jnp.array([1.0, 0.0, 0.0]), LABELS.at[1].set(7)
-    of = lambda x: soft(x, label)  # noqa: E731
-
-    @jax.jit
-    def all_of(logits):
-        with masksafe.forward_mode():
-            tangent = jax.jvp(lambda x: integer(x, bad), (LOGITS,), (jnp.ones_like(LOGITS),))[1]
-            return jax.jacfwd(of)(logits), tangent
-
-    tangents, of_bad = all_of(logits)
-    np.testing.assert_allclose(tangents, jax.jit(jax.grad(of))(logits), rtol=1e-6)
-    np.testing.assert_array_equal(np.isnan(of_bad), [False, True, False, False])
-
-
 # Programs.
 
 

@@ -27,7 +27,6 @@ from linear_cases import (
     TOKENS,
     TOP_K,
     assert_all_zero,
-    formula_of,
     in_turn,
     outputs_of,
     second_derivatives,
@@ -88,7 +87,7 @@ def test_classes_split_in_a_shard_map(platform, op, options, outside):
         step = jax.value_and_grad(split(local, out_specs=P()))
     else:
         step = split(jax.value_and_grad(local), out_specs=(P(), specs[0]))
-    step, whole = jax.jit(step), jax.jit(jax.value_and_grad(lambda floats: sum_of(formula_of, op, others, floats)))
+    step, whole = jax.jit(step), jax.jit(jax.value_and_grad(lambda floats: sum_of(outputs_of, op, others, floats)))
     assert_close(step(floats, arrays), whole(floats), rtol=1e-4, atol=1e-5)
     if "class_mask" in arrays:
         assert_all_zero(step(floats, arrays | {"class_mask": np.zeros_like(CLASS_MASK)})[1])
@@ -117,7 +116,7 @@ def test_other_derivatives_with_split_classes(platform, op, options, check_vma):
             slope = jax.jvp(fn, (floats,), (jax.tree.map(jnp.cos, floats),))
         return slope, second_derivatives(fn, floats)
 
-    fns = split, total_of(formula_of, op, **others)
+    fns = split, total_of(outputs_of, op, **others)
     both = jax.jit(lambda floats: [derivatives(fn, floats) for fn in fns])
     for kernel in (KERNEL, np.zeros_like(KERNEL))[: 1 + (op == LOG_PROBS)]:  # ties everywhere
         assert_close(*both(singles(floats | {"kernel": kernel})), rtol=1e-3, atol=1e-4)
