@@ -237,24 +237,6 @@ def test_extrema_by_order(name, choose):
         np.testing.assert_array_equal(np.float32(out), expected_here)
 
 
-@each_op("max")
-@pytest.mark.parametrize("nothing_in_first", [True, False])
-def test_garbage_in_rows_out_of_range_and_second_derivatives(name, nothing_in_first):
-    """Of a function that is not linear in the result, so that the result has derivatives within a derivative."""
-    ids = np.where(ROWS & (IDS > 0 if nothing_in_first else True), IDS, -1)
-
-    @jax.jit
-    def second(x):
-        loss = lambda x: jnp.sum(jnp.sin(finite(segment(name)(x, ids, S))))  # noqa: E731
-        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) * np.cos(X)))(x)
-
-    clean = second(X)
-    assert np.isfinite(clean).all()
-    for garbage in np.nan, np.inf, 3e38:
-        np.testing.assert_array_equal(second(np.where(ids[:, None] < 0, np.float32(garbage), X)), clean)
-    np.testing.assert_array_equal(clean[ids < 0], 0)
-
-
 @pytest.mark.parametrize("name", ["max", "min"])
 def test_equal_extrema_of_16_bits_share_in_float32(name):
     x = jnp.ones(3000, jnp.float16)
