@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import inspect
 import itertools
 
 import jax
@@ -143,61 +144,42 @@ KEYWORDS = {
 }
 
 
-@pytest.mark.parametrize("name", KEYWORDS)
-def test_a_kernel_gets_the_keywords_that_the_call_needs(name):
-    found = []
+LENGTHS = dict(key_value_seq_lengths=np.array([5, 0]), query_seq_lengths=np.array([6, 3]))
+# The arguments of a call, the parameters that the kernel has, and those that it gets besides the scale.
+CALLS = {name: (CASES[name][0], None, keywords) for name, keywords in KEYWORDS.items()} | {
+    "a window and lengths": (
+        dict(local_window_size=(2, 1), **LENGTHS),
+        None,
+        dict(local_window_size=(2, 1), query_seq_lengths=(2,), mask=(2, 1, 6, 7)),
+    ),
+    "causal, lengths": (
+        dict(is_causal=True, **LENGTHS),
+        None,
+        dict(is_causal=True, key_value_seq_lengths=(2,), query_seq_lengths=(2,)),
+    ),
+    "by a mask": (dict(is_causal=True, **LENGTHS), ("mask",), dict(mask=(2, 1, 6, 7))),
+    "a window by a mask": (
+        dict(is_causal=True, local_window_size=3),
+        ("is_causal", "mask"),
+        dict(is_causal=True, mask=(1, 1, 6, 7)),
+    ),
+    "without the lengths of queries": (dict(query_seq_lengths=np.array([6, 0])), (), {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_kernel_gets_the_keywords_that_it_has_and_for_the_rest_a_mask(name):
+    (arguments, parameters, expected), found = CALLS[name], []
 
     def kernel(query, key, value, **keywords):
         found.append({name: getattr(x, "shape", x) for name, x in keywords.items()})
         return query
 
-    jax.eval_shape(lambda: attention(*random_inputs(), **CASES[name][0], implementation=kernel))
-    assert found == [dict(scale=SCALE) | KEYWORDS[name]]
-
-
-LENGTHS = dict(key_value_seq_lengths=np.array([5, 0]), query_seq_lengths=np.array([6, 3]))
-TAKEN = {
-    "a window and lengths": (
-        dict(local_window_size=(2, 1), **LENGTHS),
-        lambda found: lambda query, key, value, **keywords: found(query, **keywords),
-        dict(local_window_size=(2, 1), query_seq_lengths=(2,), mask=(2, 1, 6, 7)),
-    ),
-    "causal, lengths": (
-        dict(is_causal=True, **LENGTHS),
-        lambda found: lambda query, key, value, **keywords: found(query, **keywords),
-        dict(is_causal=True, key_value_seq_lengths=(2,), query_seq_lengths=(2,)),
-    ),
-    "by a mask": (
-        dict(is_causal=True, **LENGTHS),
-        lambda found: lambda query, key, value, scale, mask: found(query, scale=scale, mask=mask),
-        dict(mask=(2, 1, 6, 7)),
-    ),
-    "a window by a mask": (
-        dict(is_causal=True, local_window_size=3),
-        lambda found: (
-            lambda query, key, value, scale, is_causal, mask: found(query, scale=scale, is_causal=is_causal, mask=mask)
-        ),
-        dict(is_causal=True, mask=(1, 1, 6, 7)),
-    ),
-    "without the lengths of queries": (
-        dict(query_seq_lengths=np.array([6, 0])),
-        lambda found: lambda query, key, value, scale: found(query, scale=scale),
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_what_a_kernel_has_no_keyword_for_is_a_mask(name):
-    arguments, kernel, expected = TAKEN[name]
-    calls = []
-
-    def found(query, **keywords):
-        calls.append({name: getattr(x, "shape", x) for name, x in keywords.items()})
-        return query
-
-    jax.eval_shape(lambda: attention(*random_inputs(), **arguments, implementation=kernel(found)))
-    assert calls == [dict(scale=SCALE) | expected]
+    if parameters is not None:
+        of_name = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+        kernel.__signature__ = inspect.Signature([of_name(n) for n in ("scale", *parameters)])
+    jax.eval_shape(lambda: attention(*random_inputs(), **arguments, implementation=kernel))
+    assert found == [dict(scale=SCALE) | expected]
 
 
 # By a kernel and by the form in blocks, with a mask of pairs and a bias: two programs for many tests.

@@ -11,6 +11,7 @@ from attention_cases import (
     CASES,
     attention,
     below,
+    by_rows,
     causal,
     exact,
     inner_jaxprs,
@@ -178,6 +179,12 @@ def test_blocks_with_nothing_unmasked_are_skipped(name, size, choose, monkeypatc
         assert not has_some or live[i, j]
         if name.split(",")[0] in ("causal", "window", "key lengths", "query lengths"):  # others may keep one in vain
             assert has_some == bool(live[i, j])
+
+
+def test_keys_that_a_static_mask_hides_from_a_tile_are_left_out_and_no_others(choose):
+    by_rows(choose)
+    arguments, live = CASES["window"]
+    assert_close(attention(*random_inputs(), **arguments), exact(*random_inputs(), live)[0])
 
 
 def test_segments_in_order_skip_all_other_blocks():

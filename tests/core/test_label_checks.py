@@ -281,13 +281,8 @@ def test_gradient_of_labels_is_checked():
 # Each call makes new functions, as code does that is not written for a benchmark.
 REPEATED = {
     "eager": mean_loss,
-    "jit": jax.jit(mean_loss),
     "jit of value_and_grad": jax.jit(jax.value_and_grad(mean_loss)),
-    "vmap": lambda *args: jax.vmap(lambda *args: mean_loss(*args))(*args),
     "vmap of vmap": lambda *args: jax.vmap(jax.vmap(lambda *args: integer_loss(*args)))(*args),
-    "grad": lambda logits, labels: jax.grad(lambda logits: mean_loss(logits, labels))(logits),
-    "grad of remat": lambda logits, labels: jax.grad(jax.checkpoint(lambda x: mean_loss(x, labels)))(logits),
-    "vmap of grad": lambda *args: jax.vmap(jax.grad(lambda *args: mean_loss(*args)))(*args),
     "vmap of grad of remat": lambda *args: jax.vmap(jax.grad(jax.checkpoint(lambda *args: mean_loss(*args))))(*args),
     "scan": lambda *args: lax.scan(step_of_scan, 0.0, args)[0],
 }
