@@ -67,7 +67,7 @@ def test_is_cross_entropy_of_torch(label_smoothing):
 
 
 def test_a_weight_of_0_has_no_gradient():
-    weights, everything = np.where(MASK, WEIGHTS, 0), {"labels": LABELS, "reduction": "sum", **OPTIONS}
+    weights, everything = np.where(MASK, WEIGHTS, 0), {"labels": LABELS, **OPTIONS}
     loss = lambda w: linear_softmax_cross_entropy(FEATURES, KERNEL, weights=w, **everything)  # noqa: E731
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(weights) == 0, ~MASK)
 
