@@ -1,7 +1,6 @@
-"""The contract around the user's own kernel: three of them, each with faults of its own."""
+"""The contract around the user's own kernel: two of them, each with faults of its own."""
 
 import functools
-import importlib.util
 import inspect
 import itertools
 
@@ -80,32 +79,18 @@ def textbook(query, key, value, *, scale, bias=None, mask=None):
     return weighted(scale, query, key, value, bias, mask)
 
 
-def of_tokamax(*args, **keywords):
-    import tokamax
-
-    return tokamax.dot_product_attention(*args, implementation="xla_chunked", **keywords)
-
-
 KERNELS = {
     "jax.nn": functools.partial(jax.nn.dot_product_attention, implementation="xla"),
     "textbook": textbook,
-    "tokamax": of_tokamax,
 }
-NEEDS_TOKAMAX = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")
 
 
 def cases(names, *kept):
     """Of each kernel; by default those that are kept."""
-    marks = {"tokamax": [NEEDS_TOKAMAX]}
-    return [
-        pytest.param(
-            kernel, name, marks=marks.get(kernel, []) + ([] if (kernel, name) in kept else [pytest.mark.forms])
-        )
-        for kernel, name in itertools.product(KERNELS, names)
-    ]
+    return [case if case in kept else forms(*case) for case in itertools.product(KERNELS, names)]
 
 
-KEPT = ("jax.nn", "query lengths"), ("textbook", "causal, dead rows"), ("textbook", "pairs"), ("tokamax", "segments")
+KEPT = ("jax.nn", "query lengths"), ("textbook", "causal, dead rows"), ("textbook", "pairs")
 
 
 @pytest.mark.parametrize(("kernel", "name"), cases(CASES, *KEPT))
@@ -186,9 +171,7 @@ def test_a_kernel_gets_the_keywords_that_it_has_and_for_the_rest_a_mask(name):
 
 MASK = CASES["causal, aligned at the end"][1] & replaced(CASES["pairs"][1], (1, 1), True)
 BIAS = normals(1, 2, 6, 7, seed=5)
-of_each_kernel = pytest.mark.parametrize(
-    "both", [pytest.param(name, marks=NEEDS_TOKAMAX if name == "tokamax" else []) for name in KERNELS], indirect=True
-)
+of_each_kernel = pytest.mark.parametrize("both", KERNELS, indirect=True)
 
 
 @pytest.fixture(scope="module")

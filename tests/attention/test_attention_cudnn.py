@@ -244,20 +244,6 @@ def test_vmap_over_masks_and_lengths(name):
     assert_same_bits(together, np.stack([fn(x) for x in MASKS_AND_LENGTHS[name]]))
 
 
-@pytest.mark.forms
-def test_shard_map():
-    """Its results vary over the mesh as the operands do."""
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    inputs, spec = inputs_of(), PartitionSpec("batch")
-
-    def value_and_gradients(*inputs):
-        out, reverse = jax.vjp(functools.partial(attention, is_causal=True), *inputs)
-        return out, reverse(out)
-
-    split = jax.shard_map(value_and_gradients, mesh=mesh, in_specs=spec, out_specs=spec)
-    assert_same_bits(jax.jit(split)(*inputs), jax.jit(value_and_gradients)(*inputs))
-
-
 # Which implementation is taken.
 
 REFUSED = {
