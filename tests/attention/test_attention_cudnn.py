@@ -156,7 +156,7 @@ def test_a_bias_of_minus_infinity_masks(shape, both):
     clean, _ = both(everything, bias=bias)
     (expected, _), of_all = exact(*inputs, live, np.float64(np.where(live, number, 0)), d_out=D_OUT)
     of_all["bias"] = of_all["bias"].sum(tuple(axis for axis in (0, 1) if shape[axis] == 1), keepdims=True)
-    assert_close(clean, (expected, [of_all[n] for n in (*INPUTS, "bias")]), 4e-2)
+    assert_close(clean, (expected, [of_all[n] for n in (*INPUTS, "bias")]), rtol=4e-2)
     assert (np.asarray(clean[1][3])[bias == -np.inf] == 0).all()
     for garbage in GARBAGE:
         dirty = dict(zip(INPUTS, poisoned(inputs, live, garbage), strict=True))
@@ -168,7 +168,7 @@ def test_what_a_bias_is_at_masked_pairs_does_not_matter(both):
     mask = np.broadcast_to(causal(T, S, -1) & replaced(KEYS, (1, 0, 0, 2), True), (2, 4, T, S))
     shown = mask.any(0, keepdims=True)
     clean, expected = both(mask, bias=np.where(shown, number, 0).astype(jnp.bfloat16))
-    assert_close(clean, expected, 4e-2)
+    assert_close(clean, expected, rtol=4e-2)
     for garbage in GARBAGE:
         assert_same_bits(both(mask, bias=np.where(shown, number, garbage).astype(jnp.bfloat16))[0], clean)
 
@@ -231,7 +231,7 @@ def test_vmap(name, in_axes):
     together = jax.jit(jax.vmap(value_and_gradients, (0, *in_axes)))(d_out, *batched)
     for n in range(3):
         each = [x if axis is None else np.take(x, n, axis) for x, axis in zip(batched, in_axes, strict=True)]
-        assert_close([x[n] for x in jax.tree.leaves(together)], jax.jit(value_and_gradients)(d_out[n], *each), 1e-2)
+        assert_close([x[n] for x in jax.tree.leaves(together)], jax.jit(value_and_gradients)(d_out[n], *each), rtol=1e-2)
 
 
 MASKS_AND_LENGTHS = dict(mask=np.stack([PAIRS, ~PAIRS]), key_value_seq_lengths=np.array([[1, 5], [0, 7], [8, 8]]))
