@@ -231,7 +231,9 @@ def test_vmap(name, in_axes):
     together = jax.jit(jax.vmap(value_and_gradients, (0, *in_axes)))(d_out, *batched)
     for n in range(3):
         each = [x if axis is None else np.take(x, n, axis) for x, axis in zip(batched, in_axes, strict=True)]
-        assert_close([x[n] for x in jax.tree.leaves(together)], jax.jit(value_and_gradients)(d_out[n], *each), rtol=1e-2)
+        assert_close(
+            [x[n] for x in jax.tree.leaves(together)], jax.jit(value_and_gradients)(d_out[n], *each), rtol=1e-2
+        )
 
 
 MASKS_AND_LENGTHS = dict(mask=np.stack([PAIRS, ~PAIRS]), key_value_seq_lengths=np.array([[1, 5], [0, 7], [8, 8]]))
