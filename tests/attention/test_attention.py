@@ -120,7 +120,7 @@ def tangents(ids=ONE_SEGMENT, offset=6, is_real=EVERY, args=CLEAN, **bad):
     return [np.asarray(x)[0, :, 0] for x in (out, *gradients[:3])]
 
 
-def test_a_bad_tangent_shows_where_it_is_seen_and_nowhere_else(looping_form):
+def test_a_bad_tangent_shows_where_it_is_seen_and_nowhere_else(form):
     """In tangents of the output, and in those of the gradients."""
     for bad in (np.nan, np.inf):
         for name, index, masks, rows in VISIBLE:
@@ -142,7 +142,7 @@ def test_padded_queries_have_no_gradient_if_the_loss_has_a_mask(looping_form):
     assert not padded[1][4:].any()
 
 
-def test_padded_queries_have_no_second_derivative_if_the_loss_has_a_mask(looping_form):
+def test_padded_queries_have_no_second_derivative_if_the_loss_has_a_mask(form):
     """Neither a NaN in the padding nor one in its tangents; in a causal mask only padded queries see padded keys."""
     real = (INDEX < 4)[:, None, None]
     clean = tangents(offset=0, is_real=real)[1:]

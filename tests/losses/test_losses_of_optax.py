@@ -118,34 +118,17 @@ def theirs(case):
     return functools.partial(loss_of(optax.losses, case.name), **case.kwargs)
 
 
-def floats_of(args):
-    return [i for i, x in enumerate(args) if np.ndim(x) and jnp.issubdtype(x.dtype, jnp.floating)]
-
-
-def of_floats(fn, args):
-    """A function of those of the arguments that are arrays of floats."""
-    numbers = floats_of(args)
-
-    def fn_of_floats(*moving):
-        new = dict(zip(numbers, moving, strict=True))
-        return fn(*(new.get(i, x) for i, x in enumerate(args)))
-
-    return fn_of_floats, tuple(args[i] for i in numbers)
-
-
-def weighted(tree):
-    """A sum with weights that are not all alike."""
-    return sum(jnp.sum(x * np.cos(np.arange(x.size)).reshape(x.shape).astype(x.dtype)) for x in jax.tree.leaves(tree))
-
-
 def value_and_gradients(loss, args):
-    fn, moving = of_floats(loss, args)
+    """The gradients are those by the arrays of floats, of a sum that tells the elements of the outputs apart."""
+    numbers = [i for i, x in enumerate(args) if np.ndim(x) and jnp.issubdtype(x.dtype, jnp.floating)]
 
-    def total(*moving):
-        out = fn(*moving)
-        return weighted(out), out
+    def total(*floats):
+        new = dict(zip(numbers, floats, strict=True))
+        out = loss(*(new.get(i, x) for i, x in enumerate(args)))
+        weights = (np.cos(np.arange(x.size)).reshape(x.shape).astype(x.dtype) for x in jax.tree.leaves(out))
+        return sum(map(jnp.vdot, jax.tree.leaves(out), weights)), out
 
-    gradients, out = jax.grad(total, range(len(moving)), has_aux=True)(*moving)
+    gradients, out = jax.grad(total, range(len(numbers)), has_aux=True)(*(args[i] for i in numbers))
     return out, gradients
 
 
