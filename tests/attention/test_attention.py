@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, causal, exact, normals, random_inputs, replaced, with_gradients
+from attention_cases import CASES, attention, causal, exact, normals, poisoned, random_inputs, replaced, with_gradients
 from comparisons import assert_close, assert_same_bits
 from tiers import few_of
 
@@ -15,6 +15,16 @@ import masksafe
 with_residual = functools.partial(attention, return_residual=True)
 COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
 NAMES = "query", "key", "value", "bias"
+
+
+def test_a_bias_of_minus_infinity_masks(form):
+    live, inputs, run = CASES["bias of -inf"][1], random_inputs(), with_gradients(with_residual)
+    bias = np.where(live, normals(*live.shape, seed=5), -np.inf).astype(np.float32)
+    clean = run((*inputs, bias), COTANGENTS)
+    expected, of_all = exact(*inputs, live, bias, d_out=COTANGENTS[0], d_lse=COTANGENTS[1])
+    assert_close(clean, (expected, [of_all[name] for name in NAMES]))
+    for garbage in (np.nan, np.inf, 3e38):
+        assert_same_bits(run((*poisoned(inputs, live, garbage), bias), COTANGENTS), clean)
 
 
 # What is not masked is not hidden.
