@@ -1,4 +1,4 @@
-"""dot_product_attention beyond its rows of the contract's table: each mask alone, what is bad, shapes, digits."""
+"""dot_product_attention beyond its rows of the contract's table: what is bad, queries that a loss masks, shapes."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Every argument that `jax.nn.dot_product_attention` has, against it, where every query sees a key."""
+"""Masks, biases and scales of any shape, against `jax.nn.dot_product_attention`, where every query sees a key."""
 
 import jax
 import jax.numpy as jnp

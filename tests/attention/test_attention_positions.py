@@ -13,7 +13,7 @@ import masksafe
 with_residual = functools.partial(attention, return_residual=True)
 
 
-# Positions. Which pairs they exclude is in test_attention.py.
+# Positions. Which pairs they exclude is in the contract's table.
 
 
 def test_a_rotating_cache_gives_what_a_long_one_gives():

@@ -1,4 +1,4 @@
-"""InfoNCE and the sigmoid loss of pairs, and ntxent: the plain formulas, digits, devices, memory, other derivatives."""
+"""InfoNCE and the sigmoid loss of pairs, and ntxent: blocks of any size, digits, devices, memory."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The most probable classes of a linear layer, and the logsumexps; the table has their values and derivatives."""
+"""The most probable classes of a linear layer, and the logsumexps."""
 
 import functools
 
