@@ -1,4 +1,4 @@
-"""What all losses of a linear layer have in common beyond the contract's table, on one device: digits, what is bad, memory."""
+"""What all losses of a linear layer have in common beyond the contract's table: digits, what is bad, memory."""
 
 import itertools
 
