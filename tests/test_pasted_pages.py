@@ -7,12 +7,7 @@ import code
 import contextlib
 import doctest
 import io
-import os
-import pty
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -75,29 +70,3 @@ def test_what_a_prompt_refuses():
         Prompt().paste("def f():\n    return 1\n")
     with pytest.raises(NameError):
         Prompt().paste("unknown\n")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
-def test_a_terminal_takes_the_page(page):
-    """A real prompt, through a pseudoterminal, with the lines of all blocks one after another."""
-    environment = os.environ | {"PYTHON_BASIC_REPL": "1", "TERM": "dumb", "JAX_PLATFORMS": "cpu"}
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-q"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    ) as prompt:
-        os.close(theirs)
-        seen = ""
-        for line in [*"".join(blocks_of(page)).splitlines(), "print('the', 'end')", "exit()"]:
-            before = len(re.findall(r"^(?:>>>|\.\.\.) ", seen, re.MULTILINE))
-            os.write(ours, f"{line}\n".encode())
-            until = time.monotonic() + 120
-            while len(re.findall(r"^(?:>>>|\.\.\.) ", seen, re.MULTILINE)) <= before and time.monotonic() < until:
-                try:
-                    seen += os.read(ours, 65536).decode().replace("\r", "")
-                except OSError:  # it has ended
-                    break
-        prompt.wait(60)
-    os.close(ours)
-    assert "Error" not in seen
-    assert "\nthe end\n" in seen

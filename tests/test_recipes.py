@@ -332,26 +332,6 @@ def test_an_unmasked_nan_shows_in_losses_and_calibration(evaluation):
 # Policies.
 
 
-def gae_of_tokens(rewards, values, discount, decay):
-    """In float64, of one answer without masked tokens: every sum written out."""
-    rewards, values = rewards.astype(np.float64), np.append(values, 0.0)
-    errors = rewards + discount * values[1:] - values[:-1]
-    return [sum((discount * decay) ** (s - t) * errors[s] for s in range(t, len(errors))) for t in range(len(errors))]
-
-
-@pytest.mark.parametrize("across", [False, True])
-def test_advantages_are_those_of_answers_without_masked_tokens(across):
-    rewards, values = drawn(0), drawn(1)
-    estimate = functools.partial(policies.gae, mask=TOKENS, discount=0.9, decay=0.8, across=across)
-    expected = np.zeros(TOKENS.shape)
-    for i, row in enumerate(TOKENS):
-        kept = np.flatnonzero(row)
-        answers = [kept] if across else np.split(kept, np.flatnonzero(np.diff(kept) > 1) + 1)
-        for answer in answers:
-            expected[i, answer] = gae_of_tokens(rewards[i, answer], values[i, answer], 0.9, 0.8)
-    assert_is(expected, estimate, rewards, values, order=2)
-
-
 def test_advantages_in_a_group_are_those_of_the_answers_there_are():
     rewards = np.array(
         [[1.0, 0.0, 0.5], [3.0, 1.0, 7.0], [2.0, 2.0, 2.0], [4.0, 4.0, 9.0], [5.0, 1.0, 1.0], [1.0, 2.0, 3.0]]
@@ -365,21 +345,3 @@ def test_advantages_in_a_group_are_those_of_the_answers_there_are():
     relative = functools.partial(policies.group_relative, mask=where)
     assert_is(expected, relative, rewards, masks=[~where], order=2)
     assert jnp.isfinite(jax.jit(jax.jacrev(relative))(rewards)).all()
-
-
-def test_policy_losses_do_not_see_what_is_masked():
-    tokens = jnp.where(TOKENS, drawn(2, 7).argmax(-1), -100)
-    outputs = {"logits": drawn(3, 7), "values": drawn(4)}
-    names = ("old", "reference", "advantages", "old_values", "returns")
-    batch = {name: drawn(5 + i) for i, name in enumerate(names)}
-    masked = {0: {"logits": MASKED[..., None], "values": MASKED}, 1: dict.fromkeys(names, MASKED)}
-
-    def losses(outputs, batch):
-        of_tokens = (
-            policies.ppo_of_tokens(outputs, batch, tokens, TOKENS),
-            policies.grpo_of_tokens(outputs["logits"], batch, tokens, TOKENS),
-        )
-        averages = (policies.token_mean, policies.sequence_mean)
-        return [average(loss, TOKENS).value for loss in of_tokens for average in averages]
-
-    assert_safe(losses, outputs, batch, masked=masked, order=1)

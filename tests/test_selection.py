@@ -7,16 +7,10 @@ import numpy as np
 import pytest
 
 import masksafe
-from masksafe.testing import assert_mask_safe
 
 DTYPES = ("bfloat16", "int8", "uint32", "bool", "complex64")
 MASK = np.array([[True, False, True], [False, False, True]])
 X = np.random.default_rng(0).random((2, 3)).astype(np.float32) + np.float32(0.5)
-
-
-def test_elements_that_are_not_selected_are_gone_on_both_sides():
-    fn = lambda x, y: masksafe.mask_where(MASK, x, y) ** 3  # noqa: E731
-    assert_mask_safe(fn, X, X[::-1], masked={0: MASK, 1: ~MASK}, transforms=("jit",))
 
 
 def test_every_dtype():

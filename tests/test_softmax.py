@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
 
@@ -136,18 +135,6 @@ def test_infinities_beside_masked_elements():
     np.testing.assert_allclose(results["logsumexp"][0], [-inf, inf, 1 + np.log(2)], rtol=1e-6)
     for _, gradient in results.values():
         np.testing.assert_array_equal(np.isnan(gradient[1:]).any(-1), [True, False])
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
-def test_along_an_axis_that_is_split_over_devices(axis_type):
-    rng = np.random.default_rng(0)
-    x, where = rng.normal(size=(8, 4)).astype(np.float32), rng.random((8, 4)) < 0.7
-    where[:, 2] = False
-    mesh = jax.make_mesh((8,), ("x",), (axis_type,))
-    with jax.set_mesh(mesh):
-        sharded = jax.device_put((x, where), NamedSharding(mesh, PartitionSpec("x")))
-        actual = values_and_gradients(0)(*sharded)
-    chex.assert_trees_all_close(actual, references(x, 0, where), rtol=1e-5, atol=1e-6)
 
 
 # Arguments and dtypes.

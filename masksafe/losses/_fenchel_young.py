@@ -64,8 +64,8 @@ def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Arr
         axes = (len(shape) - 1,)
         mask = read_mask(op, where, shape, "the input", "elements or rows", axes)
         dtype = precision.float_dtype(jnp.result_type(scores, targets))
-        scores, targets = (precision.widened(jnp.broadcast_to(x, shape)) for x in (scores, targets))
-        s = selected(scores, mask)
+        scores, targets = (jnp.broadcast_to(x, shape) for x in (scores, targets))
+        s = precision.widened(selected(scores, mask))
 
         if mask is None or mask.shape[-1] == 1:  # only whole rows are masked: max_fun need not take a mask
             largest = jnp.vectorize(lambda s: max_fun(s, *args, **kwargs), signature="(n)->()")(s)

@@ -45,13 +45,6 @@ def test_running_statistics_are_those_of_what_is_unmasked():
         layer(x)
 
 
-@pytest.mark.forms
-def test_norms_work_in_vmap():
-    layer = norm(Nnx, ours, "layer")
-    one_by_one = jax.vmap(lambda x, mask: layer(x, mask=mask))(X, jnp.array(MASK))
-    np.testing.assert_allclose(one_by_one, layer(X, mask=MASK), rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", MASKED)
 def test_norms_refuse_another_number_of_features(name):
     layer = norm(Nnx, ours, name)
@@ -93,16 +86,6 @@ def test_decoding_refuses_a_mask_of_more_than_its_query_and_leaves_the_cache():
     with pytest.raises(ValueError, match="MultiHeadAttention: mask: got shape"):
         layer(X[:2, :1], mask=jnp.ones((2, 1, 3, 3), bool))
     assert layer.cache_index[...] == 0
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("mask", [PAIRS, PAIRS.astype(bool)], ids=["floats", "booleans"])
-def test_masks_need_no_promotion_of_dtypes_or_ranks(mask):
-    layer, of_rows = attention(Nnx, ours), ours.LayerNorm(CHANNELS, rngs=nnx.Rngs(1))
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        assert jnp.isfinite(layer(filled(jnp.nan), mask=mask, is_causal=True)).all()
-        assert jnp.isfinite(layer(X[:, :1], X, mask=mask[:, :, :1], is_causal=True)).all()
-        assert jnp.isfinite(of_rows(filled(jnp.nan), mask=jnp.array(MASK, mask.dtype))).all()
 
 
 @pytest.mark.forms

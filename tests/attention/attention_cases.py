@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from comparisons import assert_close
 
 import masksafe
-from masksafe.testing._trees import bits
 
 attention = masksafe.dot_product_attention
 
@@ -29,15 +29,10 @@ def by_rows(choose):
     choose(form="elsewhere", attention=dict(row_tile_logits=21, skipping_row_tile_logits=16, alignment=2))
 
 
-def assert_close(actual, expected, tolerance=2e-5):
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
-
-
-def assert_same_bits(actual, expected):
-    """Of zeros the signs as well; a NaN is a NaN."""
-    of_bits = functools.partial(jax.tree.map, lambda x: bits(np.asarray(x)))
-    jax.tree.map(np.testing.assert_array_equal, of_bits(actual), of_bits(expected))
+def assert_alike_where_finite(actual, expected, tolerance=2e-5):
+    """Both have NaN in the same places."""
+    jax.tree.map(lambda a, e: np.testing.assert_array_equal(np.isnan(a), np.isnan(e)), actual, expected)
+    assert_close(*(jax.tree.map(lambda x: np.where(np.isnan(x), 0, x), tree) for tree in (actual, expected)), tolerance)
 
 
 def normals(*shape, seed=0, dtype=np.float32):
@@ -47,6 +42,17 @@ def normals(*shape, seed=0, dtype=np.float32):
 def random_inputs(B=2, T=6, S=7, N=2, K=1, H=4, width=None, dtype=np.float32, seed=0):
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, width or H)
     return tuple(normals(*shape, seed=(seed, i), dtype=dtype) for i, shape in enumerate(shapes))
+
+
+def hidden_by(live, key_heads=1):
+    """Which elements of the query, the key and the value are masked, where `live` has the pairs `[B, N, T, S]`."""
+    seen = live.reshape(len(live), key_heads, -1, *live.shape[2:]).any((2, 3)).transpose(0, 2, 1)[..., None]
+    return ~live.any(3).transpose(0, 2, 1)[..., None], ~seen, ~seen
+
+
+def poisoned(inputs, live, garbage):
+    hidden = hidden_by(live, inputs[1].shape[2])
+    return tuple(np.where(h, np.asarray(garbage, x.dtype), x) for x, h in zip(inputs, hidden, strict=True))
 
 
 def replaced(x, index, value):

@@ -1,25 +1,13 @@
-"""dot_product_attention beyond its rows of the contract's table: each mask alone, what is bad, shapes, digits."""
+"""dot_product_attention beyond its rows of the contract's table: what is bad, queries that a loss masks, shapes."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    CASES,
-    POSITIONS_AND_MODS,
-    assert_close,
-    assert_same_bits,
-    attention,
-    causal,
-    exact,
-    normals,
-    random_inputs,
-    replaced,
-    with_gradients,
-)
+from attention_cases import CASES, attention, causal, exact, normals, poisoned, random_inputs, replaced, with_gradients
+from comparisons import assert_close, assert_same_bits
 from tiers import few_of
 
 import masksafe
@@ -28,77 +16,15 @@ with_residual = functools.partial(attention, return_residual=True)
 COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
 NAMES = "query", "key", "value", "bias"
 
-# What is masked is gone, and what is not has the values and gradients of float64.
 
-
-def assert_masked_pairs_are_gone(run, live, rest=None, has_infinite_bias=False):
-    """For a function made by `with_gradients`; a bias of -inf is the mask itself, and holds no garbage."""
-    of_queries, of_keys = ~live.any((1, 3))[..., None, None], ~live.any((1, 2))[..., None, None]
-    masked, bias = [of_queries, of_keys, of_keys, ~live], normals(*live.shape, seed=5)
-    if has_infinite_bias:
-        masked[3], bias = np.array(False), np.where(live, bias, -np.inf)
-    inputs = (*random_inputs(), bias)
-    clean = run(inputs, COTANGENTS, rest)
-    expected, of_all = exact(*inputs[:3], live, bias, d_out=COTANGENTS[0], d_lse=COTANGENTS[1])
+def test_a_bias_of_minus_infinity_masks(form):
+    live, inputs, run = CASES["bias of -inf"][1], random_inputs(), with_gradients(with_residual)
+    bias = np.where(live, normals(*live.shape, seed=5), -np.inf).astype(np.float32)
+    clean = run((*inputs, bias), COTANGENTS)
+    expected, of_all = exact(*inputs, live, bias, d_out=COTANGENTS[0], d_lse=COTANGENTS[1])
     assert_close(clean, (expected, [of_all[name] for name in NAMES]))
-    dead = ~live.any(3).transpose(0, 2, 1)
-    assert (np.asarray(clean[0][0])[dead] == 0).all()
-    assert (np.asarray(clean[0][1])[dead] == -np.inf).all()
-    for gradient, mask in zip(clean[1], masked, strict=True):
-        assert (np.asarray(gradient)[np.broadcast_to(mask, gradient.shape)] == 0).all()
-    for garbage in np.float32([np.nan, np.inf, -np.inf, 3e38]):  # a product of two of the last is inf
-        dirty = tuple(np.where(mask, garbage, x) for x, mask in zip(inputs, masked, strict=True))
-        d_out, d_lse = np.where(dead[..., None], garbage, COTANGENTS[0]), np.where(dead, garbage, COTANGENTS[1])
-        assert_same_bits(run(dirty, (d_out, d_lse), rest), clean)
-
-
-# Each of these with others that mask nothing, so that one program does for all.
-NO_MASKS = dict(
-    causal_offset=np.array([7, 7]),
-    key_value_seq_lengths=np.array([7, 7]),
-    query_seq_lengths=np.array([6, 6]),
-    query_segment_ids=np.zeros((2, 6), np.int32),
-    key_value_segment_ids=np.zeros((2, 7), np.int32),
-    mask=np.ones((2, 2, 6, 7), bool),
-)
-NO_PAIR = np.zeros((2, 2, 6, 7), bool)
-OF_ONE_PROGRAM = {
-    "causal": (dict(causal_offset=np.array([0, 0])), CASES["causal"][1]),
-    "causal, samples apart": (
-        dict(causal_offset=np.array([1, -2])),
-        np.stack([CASES["causal, aligned at the end"][1][0], CASES["causal, dead rows"][1][0]]),
-    ),
-    "no keys": (dict(key_value_seq_lengths=np.array([0, 0])), NO_PAIR),
-    "an empty mask": (dict(mask=NO_PAIR), NO_PAIR),
-    "a bias of -inf everywhere": (dict(), NO_PAIR),
-    "bias of -inf": (dict(), CASES["bias of -inf"][1]),
-} | {name: CASES[name] for name in ("key lengths", "query lengths", "segments", "pairs")}
-
-
-def test_pairs_that_one_of_many_masks_excludes_are_gone(many_blocks):
-    run = with_gradients(functools.partial(with_residual, is_causal=True))
-    for name, (arguments, live) in OF_ONE_PROGRAM.items():
-        print(name)  # shown if it fails
-        assert_masked_pairs_are_gone(run, live, NO_MASKS | arguments, has_infinite_bias="bias" in name)
-
-
-# In turn: the contract's table has some of each kind in every form.
-ALL_CASES, BY_DEFAULT = CASES | POSITIONS_AND_MODS, ("positions and lengths", "mod of samples and heads")
-IN_TURN = [
-    pytest.param(name, form, marks=[pytest.mark.forms] * (name not in BY_DEFAULT))
-    for name, form in zip(
-        ALL_CASES, itertools.cycle(("one block", "many blocks", "blocks of keys", "rows", "weights kept"))
-    )
-]
-
-
-@pytest.mark.parametrize(("name", "each_form"), IN_TURN, indirect=["each_form"])
-def test_pairs_that_a_mask_alone_excludes_are_gone(name, each_form):
-    arguments, live = ALL_CASES[name]
-    if has_infinite_bias := "bias" in arguments:
-        arguments = {}
-    run = with_gradients(functools.partial(with_residual, **arguments))
-    assert_masked_pairs_are_gone(run, live, has_infinite_bias=has_infinite_bias)
+    for garbage in (np.nan, np.inf, 3e38):
+        assert_same_bits(run((*poisoned(inputs, live, garbage), bias), COTANGENTS), clean)
 
 
 # What is not masked is not hidden.
@@ -204,21 +130,12 @@ def tangents(ids=ONE_SEGMENT, offset=6, is_real=EVERY, args=CLEAN, **bad):
     return [np.asarray(x)[0, :, 0] for x in (out, *gradients[:3])]
 
 
-def test_a_bad_tangent_shows_where_it_is_seen_and_nowhere_else(looping_form):
+def test_a_bad_tangent_shows_where_it_is_seen_and_nowhere_else(form):
     """In tangents of the output, and in those of the gradients."""
     for bad in (np.nan, np.inf):
         for name, index, masks, rows in VISIBLE:
             assert_bad_rows(tangents(**{name: replaced(DIRECTIONS[name], index, bad)}, **masks), *rows)
     assert_bad_rows(tangents(bias=replaced(DIRECTIONS["bias"], (2, 3), np.nan))[:1], INDEX == 2)
-
-
-def test_the_tangent_of_a_masked_bias_and_of_masked_pairs_changes_nothing(looping_form):
-    """Masked by -inf: the padding at the end is not seen, although its queries see what they like."""
-    bias = np.where(INDEX < 4, CLEAN["bias"], -np.inf).astype(np.float32)
-    clean = tangents(args=CLEAN | {"bias": bias})
-    for garbage in np.float32([np.nan, np.inf, 3e38]):
-        dirty = {name: replaced(DIRECTIONS[name], np.s_[:, 4:], garbage) for name in ("key", "value", "bias")}
-        assert_same_bits(tangents(args=CLEAN | {"bias": bias}, **dirty), clean)
 
 
 def test_infinite_query_whose_logits_are_all_minus_infinity(looping_form):
@@ -235,7 +152,7 @@ def test_padded_queries_have_no_gradient_if_the_loss_has_a_mask(looping_form):
     assert not padded[1][4:].any()
 
 
-def test_padded_queries_have_no_second_derivative_if_the_loss_has_a_mask(looping_form):
+def test_padded_queries_have_no_second_derivative_if_the_loss_has_a_mask(form):
     """Neither a NaN in the padding nor one in its tangents; in a causal mask only padded queries see padded keys."""
     real = (INDEX < 4)[:, None, None]
     clean = tangents(offset=0, is_real=real)[1:]
@@ -265,17 +182,6 @@ def test_padded_queries_have_no_reverse_over_reverse_derivative_if_the_loss_has_
         found = derivatives(*(CLEAN | bad).values())
         assert all(np.isfinite(x).all() for x in found)
         assert_close([x[:, :4] for x in found[:3]], [x[:, :4] for x in clean[:3]])
-
-
-@pytest.mark.forms
-def test_a_nan_in_a_cotangent_shows_in_the_gradients_on_which_it_has_an_influence():
-    time = 600
-    inputs, d_out = random_inputs(1, time, time, 1, 1, 64), np.zeros((1, time, 1, 64), np.float32)
-    _, found = with_gradients(attention)(inputs, replaced(d_out, (0, 3, 0, 5), np.nan))
-    d_q, d_k, d_v = map(np.isnan, found)
-    assert (d_q.all((0, 2, 3)) == (np.arange(time) == 3)).all()
-    assert d_k.all()
-    assert d_v.all()
 
 
 # Shapes.

@@ -1,6 +1,4 @@
-"""Every argument that `jax.nn.dot_product_attention` has, against it, where every query sees a key."""
-
-import itertools
+"""Masks, biases and scales of any shape, against `jax.nn.dot_product_attention`, where every query sees a key."""
 
 import jax
 import jax.numpy as jnp
@@ -41,27 +39,6 @@ def assert_alike(arguments, operands, tolerance=2e-5):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (a, e)), rtol=tolerance, atol=tolerance)
 
 
-ALONG = {
-    "nothing": {},
-    "causal": dict(is_causal=True),
-    "window": dict(local_window_size=3),
-    "window of two sides, causal": dict(local_window_size=(2, 1), is_causal=True),
-    "key lengths": dict(key_value_seq_lengths=jnp.array([5, 3])),
-    "query and key lengths, causal": dict(
-        query_seq_lengths=jnp.array([5, 5]), key_value_seq_lengths=jnp.array([5, 4]), is_causal=True
-    ),
-}
-
-
-KEY_HEADS = {"multi-query": 1, "grouped": 2, "multi-head": 4}
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize(("name", "heads"), [*zip(ALONG, itertools.cycle(KEY_HEADS), strict=False)])
-def test_structural_masks(name, heads):
-    assert_alike(ALONG[name], inputs(5, 5, KEY_HEADS[heads]))
-
-
 SHAPES = [(1, 1, 4, 6), (2, 1, 4, 6), (1, HEADS, 4, 6), (2, HEADS, 4, 6), (2, 1, 1, 6), (4, 6), (HEADS, 1, 6)]
 
 
@@ -76,21 +53,3 @@ def test_integers():
     operands, bias = inputs(4, 6, 4), np.arange(6)
     run = jax.jit(lambda *operands: [attention(*operands, bias, scale=jnp.array(1)) for attention in (ours, theirs)])
     np.testing.assert_allclose(*run(*operands), rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.forms
-def test_a_boolean_bias_is_refused_where_jax_adds_ones():
-    """The one argument of `jax.nn` that is not taken: a mask in the wrong place, which no test of `jax.nn` has."""
-    operands, mask = inputs(4, 6, 4), np.arange(6) > 2
-    np.testing.assert_allclose(theirs(*operands, mask), theirs(*operands, mask.astype(np.float32)))
-    with pytest.raises(TypeError, match=r"bias: got dtype bool; .* A mask is passed as mask="):
-        ours(*operands, mask)
-
-
-@pytest.mark.forms
-def test_complex_operands_are_refused_where_the_peer_drops_their_imaginary_parts():
-    operands = [jnp.asarray(x) + 1j for x in inputs(4, 4, 2)]
-    with pytest.warns(DeprecationWarning, match="Casting from complex to real"):
-        theirs(*operands)
-    with pytest.raises(TypeError, match="dot_product_attention: query: got dtype complex64; expected a float dtype"):
-        ours(*operands)

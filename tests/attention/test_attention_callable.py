@@ -1,7 +1,7 @@
-"""The contract around the user's own kernel: three of them, each with faults of its own."""
+"""The contract around the user's own kernel: two of them, each with faults of its own."""
 
 import functools
-import importlib.util
+import inspect
 import itertools
 
 import jax
@@ -11,18 +11,20 @@ import pytest
 from attention_cases import (
     CASES,
     POSITIONS_AND_MODS,
-    assert_close,
-    assert_same_bits,
+    assert_alike_where_finite,
     attention,
     exact,
+    hidden_by,
     normals,
     other_derivatives,
     over_all_pairs,
+    poisoned,
     random_inputs,
     replaced,
     window,
     with_gradients,
 )
+from comparisons import assert_close, assert_same_bits
 from jax.experimental import pallas
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -77,42 +79,18 @@ def textbook(query, key, value, *, scale, bias=None, mask=None):
     return weighted(scale, query, key, value, bias, mask)
 
 
-def of_tokamax(*args, **keywords):
-    import tokamax
-
-    return tokamax.dot_product_attention(*args, implementation="xla_chunked", **keywords)
-
-
 KERNELS = {
     "jax.nn": functools.partial(jax.nn.dot_product_attention, implementation="xla"),
     "textbook": textbook,
-    "tokamax": of_tokamax,
 }
-NEEDS_TOKAMAX = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")
 
 
 def cases(names, *kept):
     """Of each kernel; by default those that are kept."""
-    marks = {"tokamax": [NEEDS_TOKAMAX]}
-    return [
-        pytest.param(
-            kernel, name, marks=marks.get(kernel, []) + ([] if (kernel, name) in kept else [pytest.mark.forms])
-        )
-        for kernel, name in itertools.product(KERNELS, names)
-    ]
+    return [case if case in kept else forms(*case) for case in itertools.product(KERNELS, names)]
 
 
-def hidden_by(live):
-    """Which elements of the query, the key and the value are masked."""
-    dead_keys = ~live.any((1, 2))[:, :, None, None]
-    return ~live.any(3).transpose(0, 2, 1)[..., None], dead_keys, dead_keys
-
-
-def poisoned(inputs, live, garbage):
-    return tuple(np.where(hidden, np.float32(garbage), x) for x, hidden in zip(inputs, hidden_by(live), strict=True))
-
-
-KEPT = ("jax.nn", "query lengths"), ("textbook", "causal, dead rows"), ("textbook", "pairs"), ("tokamax", "segments")
+KEPT = ("jax.nn", "query lengths"), ("textbook", "causal, dead rows"), ("textbook", "pairs")
 
 
 @pytest.mark.parametrize(("kernel", "name"), cases(CASES, *KEPT))
@@ -151,70 +129,49 @@ KEYWORDS = {
 }
 
 
-@pytest.mark.parametrize("name", KEYWORDS)
-def test_a_kernel_gets_the_keywords_that_the_call_needs(name):
-    found = []
+LENGTHS = dict(key_value_seq_lengths=np.array([5, 0]), query_seq_lengths=np.array([6, 3]))
+# The arguments of a call, the parameters that the kernel has, and those that it gets besides the scale.
+CALLS = {name: (CASES[name][0], None, keywords) for name, keywords in KEYWORDS.items()} | {
+    "a window and lengths": (
+        dict(local_window_size=(2, 1), **LENGTHS),
+        None,
+        dict(local_window_size=(2, 1), query_seq_lengths=(2,), mask=(2, 1, 6, 7)),
+    ),
+    "causal, lengths": (
+        dict(is_causal=True, **LENGTHS),
+        None,
+        dict(is_causal=True, key_value_seq_lengths=(2,), query_seq_lengths=(2,)),
+    ),
+    "by a mask": (dict(is_causal=True, **LENGTHS), ("mask",), dict(mask=(2, 1, 6, 7))),
+    "a window by a mask": (
+        dict(is_causal=True, local_window_size=3),
+        ("is_causal", "mask"),
+        dict(is_causal=True, mask=(1, 1, 6, 7)),
+    ),
+    "without the lengths of queries": (dict(query_seq_lengths=np.array([6, 0])), (), {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_kernel_gets_the_keywords_that_it_has_and_for_the_rest_a_mask(name):
+    (arguments, parameters, expected), found = CALLS[name], []
 
     def kernel(query, key, value, **keywords):
         found.append({name: getattr(x, "shape", x) for name, x in keywords.items()})
         return query
 
-    jax.eval_shape(lambda: attention(*random_inputs(), **CASES[name][0], implementation=kernel))
-    assert found == [dict(scale=SCALE) | KEYWORDS[name]]
-
-
-LENGTHS = dict(key_value_seq_lengths=np.array([5, 0]), query_seq_lengths=np.array([6, 3]))
-TAKEN = {
-    "a window and lengths": (
-        dict(local_window_size=(2, 1), **LENGTHS),
-        lambda found: lambda query, key, value, **keywords: found(query, **keywords),
-        dict(local_window_size=(2, 1), query_seq_lengths=(2,), mask=(2, 1, 6, 7)),
-    ),
-    "causal, lengths": (
-        dict(is_causal=True, **LENGTHS),
-        lambda found: lambda query, key, value, **keywords: found(query, **keywords),
-        dict(is_causal=True, key_value_seq_lengths=(2,), query_seq_lengths=(2,)),
-    ),
-    "by a mask": (
-        dict(is_causal=True, **LENGTHS),
-        lambda found: lambda query, key, value, scale, mask: found(query, scale=scale, mask=mask),
-        dict(mask=(2, 1, 6, 7)),
-    ),
-    "a window by a mask": (
-        dict(is_causal=True, local_window_size=3),
-        lambda found: (
-            lambda query, key, value, scale, is_causal, mask: found(query, scale=scale, is_causal=is_causal, mask=mask)
-        ),
-        dict(is_causal=True, mask=(1, 1, 6, 7)),
-    ),
-    "without the lengths of queries": (
-        dict(query_seq_lengths=np.array([6, 0])),
-        lambda found: lambda query, key, value, scale: found(query, scale=scale),
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_what_a_kernel_has_no_keyword_for_is_a_mask(name):
-    arguments, kernel, expected = TAKEN[name]
-    calls = []
-
-    def found(query, **keywords):
-        calls.append({name: getattr(x, "shape", x) for name, x in keywords.items()})
-        return query
-
-    jax.eval_shape(lambda: attention(*random_inputs(), **arguments, implementation=kernel(found)))
-    assert calls == [dict(scale=SCALE) | expected]
+    if parameters is not None:
+        of_name = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+        kernel.__signature__ = inspect.Signature([of_name(n) for n in ("scale", *parameters)])
+    jax.eval_shape(lambda: attention(*random_inputs(), **arguments, implementation=kernel))
+    assert found == [dict(scale=SCALE) | expected]
 
 
 # By a kernel and by the form in blocks, with a mask of pairs and a bias: two programs for many tests.
 
 MASK = CASES["causal, aligned at the end"][1] & replaced(CASES["pairs"][1], (1, 1), True)
 BIAS = normals(1, 2, 6, 7, seed=5)
-of_each_kernel = pytest.mark.parametrize(
-    "both", [pytest.param(name, marks=NEEDS_TOKAMAX if name == "tokamax" else []) for name in KERNELS], indirect=True
-)
+of_each_kernel = pytest.mark.parametrize("both", KERNELS, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -232,11 +189,6 @@ def both(request, in_blocks):
         return [run(args, d_out, dict(mask=np.broadcast_to(mask, (2, 2, 6, 7)))) for run in runs]
 
     return results
-
-
-def assert_alike_where_finite(actual, expected):
-    jax.tree.map(lambda a, e: np.testing.assert_array_equal(np.isnan(a), np.isnan(e)), actual, expected)
-    assert_close(*(jax.tree.map(lambda x: np.where(np.isnan(x), 0, x), tree) for tree in (actual, expected)))
 
 
 @of_each_kernel
@@ -384,19 +336,6 @@ def test_a_kernel_of_pallas_on_a_mesh():
     split = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in inputs]
     with jax.set_mesh(mesh):
         assert_same_bits(attention(*split, implementation=kernel), inputs[0] + inputs[2])
-
-
-@pytest.mark.forms
-def test_shard_map():
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    inputs, spec = random_inputs(), P("batch")
-
-    def value_and_gradients(*inputs):
-        out, pull_back = jax.vjp(functools.partial(attention, implementation=textbook, is_causal=True), *inputs)
-        return out, pull_back(out)
-
-    split = jax.shard_map(value_and_gradients, mesh=mesh, in_specs=spec, out_specs=spec)
-    assert_close(jax.jit(split)(*inputs), jax.jit(value_and_gradients)(*inputs))
 
 
 def test_a_program_is_found_again():

@@ -6,17 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    CASES,
-    assert_close,
-    assert_same_bits,
-    attention,
-    causal,
-    exact,
-    normals,
-    random_inputs,
-    with_gradients,
-)
+from attention_cases import CASES, attention, causal, exact, normals, random_inputs, with_gradients
+from comparisons import assert_close, assert_same_bits
 from tiers import first
 
 from masksafe._core import platforms
@@ -139,13 +130,6 @@ def test_elements_too_large_for_a_product_are_bad():
             assert (np.isnan(run(*inputs)[0]) == is_bad[..., None, None]).all()
 
 
-@pytest.mark.usefixtures("in_kernels")
-def test_an_eager_call_and_one_under_vmap():
-    inputs = random_inputs()
-    assert_close(attention(*inputs), exact(*inputs)[0])
-    assert_close(jax.vmap(attention)(*(x[:, None] for x in inputs))[:, 0], exact(*inputs)[0])
-
-
 @pytest.mark.skipif(not platforms.Choices().has_kernel_library, reason="this JAX has no kernels of the library")
 def test_no_array_over_all_pairs():
     shape = jax.ShapeDtypeStruct((2, 512, 8, 16), np.float32)
@@ -158,28 +142,3 @@ def test_gradients_of_short_sequences_take_the_memory_of_one_array_over_all_pair
     shape = jax.ShapeDtypeStruct((32, 128, 8, 32), np.float32)
     program = with_gradients(functools.partial(attention, is_causal=True)).lower([shape] * 3, shape).compile()
     assert program.memory_analysis().temp_size_in_bytes < 1.5 * 32 * 128 * 128 * 8 * 4
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_a_nan_shows_in_the_queries_that_see_it(is_causal):
-    """In arrays of so many elements that the library may have a part in them, in whose maxima a NaN is lost."""
-    B, T, N, K, H = 2, 64, 4, 2, 32
-    inputs = [np.random.default_rng(i).normal(size=(B, T, h, H)).astype(np.float32) for i, h in enumerate((N, K, K))]
-    run_one = functools.partial(attention, is_causal=is_causal)
-
-    @jax.jit
-    def run(*inputs):
-        out, reverse = jax.vjp(run_one, *inputs)
-        return run_one(*inputs), out, *reverse(jnp.ones_like(out))
-
-    for operand in range(3):
-        changed = [x.copy() for x in inputs]
-        changed[operand][1, 5, 0, 3] = np.nan
-        is_bad = np.zeros((B, T, N, 1), bool)
-        first, last = (5, T) if is_causal else (0, T)
-        is_bad[1, slice(5, 6) if operand == 0 else slice(first, last), : 1 if operand == 0 else N // K] = True
-        is_key_bad = np.zeros((B, T, K, 1), bool)
-        is_key_bad[1, : 6 if operand == 0 and is_causal else T, 0] = True
-        expected = is_bad, is_bad, is_bad, is_key_bad, is_key_bad
-        for result, bad in zip(run(*changed), expected, strict=True):
-            assert (np.isnan(result) == bad).all()

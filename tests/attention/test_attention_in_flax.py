@@ -31,17 +31,6 @@ def test_dropout_is_drawn_only_where_it_is_asked_for():
     np.testing.assert_array_equal(flax_attention(HEAD, HEAD, HEAD, dropout_rate=0.9, deterministic=True), without)
 
 
-@pytest.mark.slow
-def test_mean_over_dropout_is_what_comes_without():
-    layer = linen.MultiHeadDotProductAttention(HEADS, attention_fn=flax_attention, dropout_rate=0.5)
-    variables = layer.init(jax.random.key(1), X, deterministic=True)
-    run = lambda key: layer.apply(variables, X, mask=CAUSAL, deterministic=False, rngs={"dropout": key})  # noqa: E731
-    draws = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(0), 2000))
-    expected = layer.apply(variables, X, mask=CAUSAL, deterministic=True)
-    standard_errors = draws.std(0) / len(draws) ** 0.5
-    assert (abs(draws.mean(0) - expected) <= 5 * standard_errors + 1e-6).all()
-
-
 def test_of_a_cache_a_causal_mask_hides_nothing():
     """Some versions of flax ask for one on top of their mask of the cache, by which a query saw the first key alone."""
     query, key, value = (jnp.ones((1, n, 2, 4)) * jnp.arange(n)[:, None, None] for n in (1, 3, 3))

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import assert_same_bits, attention, below, causal, exact, normals, random_inputs, window
+from attention_cases import attention, below, causal, exact, normals, random_inputs, window
+from comparisons import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 

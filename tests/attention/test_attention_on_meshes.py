@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import assert_same_bits, attention, normals, replaced
+from attention_cases import attention, normals, replaced
+from comparisons import assert_close, assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import few_of
@@ -80,11 +81,6 @@ def step_of(arguments):
     return step
 
 
-def assert_close(actual, desired, rtol=5e-5, atol=1e-5):
-    for a, d in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(d), rtol=rtol, atol=atol)
-
-
 # All splits of masks that have an array for each of their axes, and of each other mask one.
 ALL = [(s, m) for i, s in enumerate(SPLITS) for j, m in enumerate(MASKS) if m == "pairs" or i == j]
 
@@ -102,14 +98,6 @@ def test_value_and_gradients_are_those_of_one_device(split_and_masks, many_block
     assert_close((value, gradients), step(*inputs, floats))
     for gradient, x in zip(gradients, sharded[:3], strict=False):
         assert gradient.sharding.is_equivalent_to(x.sharding, x.ndim)
-
-
-@pytest.mark.forms
-def test_without_jit_and_without_a_mesh_that_is_set():
-    """Grouped heads, which cannot be cut at any place."""
-    inputs = inputs_of(4)[:3]
-    sharded = put(mesh_of(), inputs, (P("x", None, "y"), P("x"), P("x")))
-    assert_close(attention(*sharded, is_causal=True), attention(*inputs, is_causal=True))
 
 
 @pytest.mark.forms
@@ -152,24 +140,6 @@ def test_masked_keys_touch_nothing_whatever_jax_checks(many_blocks):
         assert_same_bits(outcome(step, garbage), clean)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
         assert_close(outcome(step_of(dict(key_value_seq_lengths=lengths)), np.nan), clean)
-
-
-@pytest.mark.forms
-def test_a_vmap_over_an_axis_that_is_split():
-    query, *_ = inputs_of(8)
-    many, mesh = np.stack([query, np.cos(query)]), mesh_of()
-    step = jax.jit(jax.grad(lambda many: jnp.sum(jax.vmap(lambda x: attention(x, x, x, is_causal=True))(many) ** 2)))
-    with jax.set_mesh(mesh):
-        actual = step(*put(mesh, [many], [P("x", None, None, "y")]))
-    assert_close(actual, step(many))
-
-
-@pytest.mark.forms
-def test_a_mesh_with_automatic_axes_too(many_blocks):
-    inputs, mesh, step = inputs_of(8), mesh_of((AxisType.Explicit, AxisType.Auto)), step_of(dict(is_causal=True))
-    with jax.set_mesh(mesh):
-        actual = step(*put(mesh, inputs, (P("x", None, "y"),) * 4), {})
-    assert_close(actual, step(*inputs, {}))
 
 
 def test_empty_arrays_are_ordinary():

@@ -3,24 +3,17 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    assert_same_bits,
-    attention,
-    causal,
-    normals,
-    random_inputs,
-    with_gradients,
-)
+from attention_cases import attention, causal, normals, random_inputs, with_gradients
+from comparisons import assert_same_bits
 
 import masksafe
 
 with_residual = functools.partial(attention, return_residual=True)
 
 
-# Positions. Which pairs they exclude is in test_attention.py.
+# Positions. Which pairs they exclude is in the contract's table.
 
 
 def test_a_rotating_cache_gives_what_a_long_one_gives():
@@ -39,20 +32,6 @@ def test_a_rotating_cache_gives_what_a_long_one_gives():
         cache[:, :, t % 5], positions[:, t % 5] = (key[:, t], value[:, t]), t
         out = step(query[:, t : t + 1], cache, np.array([[t]]), positions)
         np.testing.assert_allclose(out, expected[:, t : t + 1], rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.forms
-def test_padding_on_the_left():
-    """With lengths of their own, two prompts that end together."""
-    query, key, value = random_inputs(S=6)
-    padding = np.array([[2], [0]])
-    positions = np.arange(6) - padding
-    real = positions >= 0
-    masks = dict(is_causal=True, query_positions=positions, key_positions=positions, mask=real[:, None, None])
-    out = attention(*(np.where(real[..., None, None], x, np.float32(np.nan)) for x in (query, key, value)), **masks)
-    alone = attention(query[:1, 2:], key[:1, 2:], value[:1, 2:], is_causal=True)
-    np.testing.assert_allclose(out[:1, 2:], alone, rtol=2e-5, atol=1e-6)
-    np.testing.assert_allclose(out[1:], attention(query[1:], key[1:], value[1:], is_causal=True), rtol=2e-5, atol=1e-6)
 
 
 # Sinks.
@@ -105,19 +84,3 @@ def test_sinks_after_merging():
         return out * jax.nn.sigmoid(lse - SINKS)[..., None], attention(query, key, value, sinks=SINKS)
 
     np.testing.assert_allclose(*both(*random_inputs()), rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_sinks_and_soft_cap_are_those_of_splash_attention(with_sinks):
-    """Against the reference that JAX ships for its kernel for TPUs, one head and one sample at a time."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-
-    query, key, value = random_inputs(T=8, S=8, N=2, K=2)
-    reference = functools.partial(splash_attention_kernel.attention_reference, attn_logits_soft_cap=2.0)
-    over_heads = jax.vmap(reference, (None, 1, 1, 1, None, 0 if with_sinks else None), 1)
-    over_samples = jax.vmap(over_heads, (None, 0, 0, 0, None, None))
-    sinks = SINKS if with_sinks else None
-    expected = over_samples(jnp.tril(jnp.ones((8, 8), bool)), query * 0.5, key, value, None, sinks)
-    out = attention(query, key, value, is_causal=True, logit_soft_cap=2.0, sinks=sinks)
-    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)

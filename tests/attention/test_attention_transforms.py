@@ -9,19 +9,18 @@ import numpy as np
 import pytest
 from attention_cases import (
     CASES,
-    assert_close,
     attention,
     below,
+    by_rows,
     causal,
     exact,
     inner_jaxprs,
     normals,
     random_inputs,
-    replaced,
     shrink_blocks,
     with_gradients,
 )
-from jax.experimental import checkify
+from comparisons import assert_close
 from jax.sharding import NamedSharding, PartitionSpec
 from tiers import few_of
 
@@ -30,26 +29,6 @@ from masksafe._core import platforms
 from masksafe._core.tiles import divide
 from masksafe.attention._pairs import Pairs, unmasked_tiles
 from masksafe.attention._plan import Plan
-
-# Autodiff. Derivatives against float64 are in test_attention.py.
-
-
-@pytest.mark.forms
-def test_gradient_through_a_jvp(form):
-    """What mean-flow and consistency models do: a forward derivative inside of a loss."""
-    mask = np.broadcast_to(np.arange(7) != 2, (1, 1, 1, 7))
-
-    def gradients_of(attend):
-        def loss(query, key, value):
-            fn = lambda query: attend(query, key, value, mask=mask, is_causal=True)  # noqa: E731
-            out, velocity = jax.jvp(fn, (query,), (jnp.ones_like(query),))
-            return jnp.sum((out - 0.3 * velocity) ** 2)
-
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(*random_inputs())
-
-    with masksafe.forward_mode():
-        assert_close(gradients_of(attention), gradients_of(jax.nn.dot_product_attention), 1e-4)
-
 
 # Transformations.
 
@@ -73,69 +52,6 @@ def test_vmap_over_any_argument(over, many_blocks):
         (expected, _), of_all = exact(*inputs[:3], live, inputs[3], d_out=d_out)
         expected = expected, [of_all[name] for name in ("query", "key", "value", "bias")]
         assert_close(jax.tree.map(lambda x, i=i: x[i], batched), expected)
-
-
-def test_debug_nans_is_quiet_on_padding(form):
-    query, key, value = random_inputs()
-    lengths, unseen = np.array([4, 0]), np.s_[:, 4:]
-    bias = replaced(np.zeros((1, 2, 6, 7), np.float32), np.s_[..., 3], np.nan)
-    args = query, replaced(key, unseen, np.nan), replaced(value, unseen, np.nan), bias, np.float32(0.5)
-
-    def fn(query, key, value, bias, scale):
-        return attention(query, key, value, bias, np.arange(7) != 3, scale=scale, key_value_seq_lengths=lengths)
-
-    with jax.debug_nans(True):
-        _, reverse = jax.vjp(fn, *args)
-        assert all(np.isfinite(gradient).all() for gradient in reverse(np.ones_like(query)))
-
-
-# On both sides of each size at which another form begins; of what a GPU takes, with a smaller size.
-SIDES = {
-    "at once": (6, 7, {}),
-    "in turn": (1024, 1024, {}),
-    "few queries": (1, 1024, {}),
-    "rows in tiles": (6, 7, dict(row_tile_logits=21, skipping_row_tile_logits=16, alignment=2)),
-}
-
-
-@pytest.mark.parametrize("dtype", few_of(["float32", "float64"], "float32"))
-@pytest.mark.parametrize("name", few_of(SIDES, "in turn"))
-def test_flags_for_64_bits_and_for_strict_promotion_are_no_obstacle(name, dtype, choose):
-    T, S, sizes = SIDES[name]
-    choose(attention=sizes)
-    inputs, cotangent = random_inputs(2, T, S, 4, 2, dtype=dtype), normals(2, T, 4, 4, dtype=dtype)
-    slopes, lengths = np.ones(4, dtype), np.array([T, T])
-    arrays = dict(
-        query_segment_ids=np.zeros((2, T), int),
-        key_value_segment_ids=np.zeros((2, S), int),
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        causal_offset=lengths,
-        bias=np.zeros((1, 4, T, S), dtype),
-    )
-    statics = [
-        {},
-        dict(is_causal=True, local_window_size=(3, 0)),
-        dict(dropout_rate=0.5, dropout_key=jax.random.key(0), logit_soft_cap=2.0),
-        dict(score_mod=lambda x, b, h, q, k: x + jnp.asarray(slopes)[h] * (q - k).astype(x.dtype)),
-    ]
-
-    def results(inputs, rest):
-        run = lambda *args, **static: with_gradients(functools.partial(attention, **static)).__wrapped__(*args)  # noqa: E731
-        return [run(inputs, cotangent, rest, **static) for static in statics], run(inputs, cotangent)
-
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(results, inputs, arrays))} == {np.dtype(dtype)}
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("errors", [checkify.nan_checks, checkify.index_checks])
-def test_checkify_is_quiet_on_padding(errors, form):
-    query, key, value = random_inputs()
-    padded = replaced(key, np.s_[:, 4:], np.nan), replaced(value, np.s_[:, 4:], np.nan)
-    fn = lambda *args: attention(*args, mask=np.arange(7) < 4)  # noqa: E731
-    error, _ = jax.jit(checkify.checkify(fn, errors=errors))(query, *padded)
-    error.throw()
 
 
 # Many devices.
@@ -263,6 +179,12 @@ def test_blocks_with_nothing_unmasked_are_skipped(name, size, choose, monkeypatc
         assert not has_some or live[i, j]
         if name.split(",")[0] in ("causal", "window", "key lengths", "query lengths"):  # others may keep one in vain
             assert has_some == bool(live[i, j])
+
+
+def test_keys_that_a_static_mask_hides_from_a_tile_are_left_out_and_no_others(choose):
+    by_rows(choose)
+    arguments, live = CASES["window"]
+    assert_close(attention(*random_inputs(), **arguments), exact(*random_inputs(), live)[0])
 
 
 def test_segments_in_order_skip_all_other_blocks():

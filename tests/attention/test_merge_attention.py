@@ -7,17 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    assert_close,
-    assert_same_bits,
-    attention,
-    causal,
-    exact,
-    normals,
-    random_inputs,
-    replaced,
-    with_gradients,
-)
+from attention_cases import attention, causal, exact, normals, random_inputs, replaced, with_gradients
+from comparisons import assert_close, assert_same_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiers import few_of
 

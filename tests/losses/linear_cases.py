@@ -1,15 +1,14 @@
-"""The losses of a linear layer: how each is called, its formula with all logits in memory, and what the tests share."""
+"""The losses of a linear layer: how each is called, and what the tests share."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 
-import masksafe
 from masksafe import losses
 
 TOKENS, WIDTH, WIDTH_OF_TARGETS, CLASSES, K = 40, 8, 4, 24, 4
@@ -31,72 +30,6 @@ DIRECTIONS, REDUCTIONS = ("forward", "reverse", "jensen_shannon"), ("mean", "sum
 singles = functools.partial(jax.tree.map, lambda x: np.float32(x) if np.asarray(x).dtype == np.float64 else x)
 
 
-# The formulas, with all logits in memory.
-
-
-def log_softmax(features, kernel, bias=0.0, temperature=1.0, logit_soft_cap=None):
-    logits = jnp.matmul(features, kernel) + bias
-    logits = logit_soft_cap * jnp.tanh(logits / logit_soft_cap) if logit_soft_cap else logits
-    return jax.nn.log_softmax(logits / temperature), jax.nn.logsumexp(logits / temperature, -1)
-
-
-def with_predictions_of(outputs, log_probs, lse, where, with_predictions):
-    """Outputs, and maybe the most probable classes and the logsumexps."""
-    best = jnp.argmax(log_probs, -1).astype("int32")
-    return (*outputs, jnp.where(where, best, -1), jnp.where(where, lse, 0)) if with_predictions else tuple(outputs)
-
-
-def cross_entropy(features, kernel, labels, reduction="mean", with_components=False, with_predictions=False, **options):
-    smoothing, z_loss = (options.pop(name, 0.0) for name in ("label_smoothing", "z_loss"))
-    v, w, where = options.pop("weights", 1.0), options.pop("class_weights", 1.0), options.pop("where", True)
-    log_probs, lse = log_softmax(features, kernel, **options)
-    v, w = jnp.where(where, v * jnp.ones(lse.shape), 0), w * jnp.ones(log_probs.shape[-1])
-    of_label = w[labels] * -jnp.take_along_axis(log_probs, labels[..., None], -1)[..., 0]
-    of_all = jnp.mean(w * -log_probs, -1)
-    parts = v * ((1 - smoothing) * of_label + smoothing * of_all), v * z_loss * lse**2
-    total = {"none": 1, "sum": 1, "mean": jnp.sum(v * w[labels])}[reduction]
-    parts = tuple((x if reduction == "none" else jnp.sum(x)) / total for x in parts)
-    return with_predictions_of(parts if with_components else [sum(parts)], log_probs, lse, where, with_predictions)
-
-
-def log_probs_and_entropy(features, kernel, labels, where=True, with_entropy=False, with_predictions=False, **options):
-    log_probs, lse = log_softmax(features, kernel, **options)
-    of_label = jnp.take_along_axis(log_probs, labels[..., None], -1)[..., 0]
-    outputs = [jnp.where(where, x, 0) for x in (of_label, -jnp.sum(jnp.exp(log_probs) * log_probs, -1))]
-    return with_predictions_of(outputs if with_entropy else outputs[:1], log_probs, lse, where, with_predictions)
-
-
-def divergence(log_p, log_q, where=True, reduction="mean", direction="forward", beta=0.5):
-    kl = lambda a, b: jnp.sum(jnp.exp(a) * (a - b), -1)  # noqa: E731
-    log_m = jnp.logaddexp(log_p + np.log(beta), log_q + np.log(1 - beta))
-    losses = {
-        "forward": lambda: kl(log_p, log_q),
-        "reverse": lambda: kl(log_q, log_p),
-        "jensen_shannon": lambda: beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m),
-    }[direction]()
-    losses = jnp.where(where, losses, 0)
-    total = {"none": 1, "sum": 1, "mean": jnp.sum(jnp.broadcast_to(where, losses.shape))}[reduction]
-    return (losses if reduction == "none" else jnp.sum(losses)) / total
-
-
-def kl_divergence(features, kernel, target_features, target_kernel, bias=0.0, temperature=1.0, **options):
-    log_q, _ = log_softmax(features, kernel, bias, temperature)
-    log_p, _ = log_softmax(target_features, target_kernel, options.pop("target_bias", 0.0), temperature)
-    return divergence(log_p, log_q, **options)
-
-
-def top_k_divergence(
-    features, kernel, target_log_probs, target_classes, where=True, bias=0.0, temperature=1.0, rest="bucket", **options
-):
-    log_q, _ = log_softmax(features, kernel, bias, temperature)
-    sides = target_log_probs, jnp.take_along_axis(log_q, target_classes, -1)
-    if np.ndim(where) > 1:  # a masked target has no probability
-        sides, where = [jnp.where(where, x, -1e30) for x in sides], where.any(-1)
-    of_others = lambda x: jnp.log1p(-jnp.sum(jnp.exp(x), -1, keepdims=True))  # noqa: E731
-    with_rest = {"bucket": lambda x: jnp.concatenate([x, of_others(x)], -1), "drop": jax.nn.log_softmax}[rest]
-    return divergence(*map(with_rest, sides), where, **options)
-
-
 # The ops.
 
 
@@ -109,7 +42,6 @@ def top_k_targets(k=K, class_mask=CLASS_MASK):
 
 
 class Op(NamedTuple):
-    formula: Callable[..., Any]
     arguments: dict[str, np.ndarray]  # of the ops, by name
     all_outputs: dict[str, Any]  # options with which it has as many outputs as it can
     fixed: dict[str, Any] = {}  # noqa: RUF012 - options of all tests
@@ -125,10 +57,10 @@ CROSS_ENTROPY, LOG_PROBS, DIVERGENCE, TOP_K = (
     "linear_kl_divergence_with_top_k_targets",
 )
 OPS = {
-    CROSS_ENTROPY: Op(cross_entropy, LABELLED, {"with_components": True, "reduction": "none", **OPTIONS}),
-    LOG_PROBS: Op(log_probs_and_entropy, LABELLED, {"with_entropy": True, **CAPPED}),
-    DIVERGENCE: Op(kl_divergence, {**LAYER, **TARGETS}, {"reduction": "none"}, {"target_gradients": True}),
-    TOP_K: Op(top_k_divergence, {**LAYER, **top_k_targets()}, {"reduction": "none"}),
+    CROSS_ENTROPY: Op(LABELLED, {"with_components": True, "reduction": "none", **OPTIONS}),
+    LOG_PROBS: Op(LABELLED, {"with_entropy": True, **CAPPED}),
+    DIVERGENCE: Op({**LAYER, **TARGETS}, {"reduction": "none"}, {"target_gradients": True}),
+    TOP_K: Op({**LAYER, **top_k_targets()}, {"reduction": "none"}),
 }
 OF_LABELS = CROSS_ENTROPY, LOG_PROBS
 OPTIONAL = {  # arrays: an option that is True is replaced by them
@@ -145,7 +77,6 @@ ARRAYS = {  # all that may be given
     DIVERGENCE: dict.fromkeys(("where", "bias", "target_bias"), True),
     TOP_K: {"where": TARGET_MASK, "bias": True},
 }
-OF_CLASSES = "kernel", "bias", "target_kernel", "target_bias", "class_weights"
 WITH_GRADIENTS = "features", "kernel", "target_features", "target_kernel", "bias", "target_bias", "weights"
 
 
@@ -163,17 +94,6 @@ def outputs_of(op, **arguments):
     return jax.tree.leaves(getattr(losses, op)(**OPS[op].fixed, **arguments))
 
 
-def formula_of(op, block_size=None, class_mask=None, **arguments):
-    """The same of its formula, of arrays without the masked classes."""
-    if class_mask is None:
-        return jax.tree.leaves(OPS[op].formula(**arguments))
-    kept, numbers = np.flatnonzero(class_mask), np.cumsum(class_mask) - 1
-    arguments = {name: x[..., kept] if name in OF_CLASSES else x for name, x in arguments.items()}
-    arguments |= {name: numbers[arguments[name]] for name in ("labels", "target_classes") if name in arguments}
-    outputs = jax.tree.leaves(OPS[op].formula(**arguments))
-    return [jnp.where(x < 0, x, jnp.asarray(kept)[x]) if x.dtype == jnp.int32 else x for x in outputs]
-
-
 def total_of(fn, op, **others):
     """The sum of all outputs, with cotangents that are not all alike, as a function of the arrays with gradients."""
 
@@ -182,21 +102,6 @@ def total_of(fn, op, **others):
         return jnp.sum(COTANGENTS[i, : x.size].reshape(x.shape).astype(x.dtype) * x) if x.ndim else (1.7 + i) * x
 
     return lambda floats: sum(weighted(i, x) for i, x in enumerate(fn(op, **others | floats)))
-
-
-def ours_and_formula(op, class_mask=False, **options):
-    """The totals of an op and of its formula, and their arrays; a class mask that is "bias" is one of -inf in it."""
-    floats, others = split_call(op, **options)
-    mask = {"class_mask": CLASS_MASK} if class_mask is not False else {}
-    formula = total_of(formula_of, op, **mask, **others)
-    if class_mask != "bias":
-        return total_of(outputs_of, op, **mask, **others), formula, floats
-
-    def by_bias(floats):
-        bias = jnp.where(CLASS_MASK, floats.get("bias", 0.0), -jnp.inf)
-        return total_of(outputs_of, op, **others)(floats | {"bias": bias})
-
-    return by_bias, formula, floats
 
 
 # The forms, and what is asserted.
@@ -216,14 +121,10 @@ def in_turn(names, placed, cases):
     return pytest.mark.parametrize(("platform", *names), [*placed, *turns], indirect=["platform"])
 
 
-def assert_trees_close(actual, desired, **tolerances):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float64(a), np.float64(b), **tolerances), actual, desired)
-
-
 def assert_same_function(fns, args, of=jax.value_and_grad, rtol=1e-11, atol=1e-12):
     """The value and the gradients of two functions, or other derivatives `of(fn)`, in float64."""
     with jax.enable_x64(True):
-        assert_trees_close(*jax.jit(lambda args: [of(fn)(args) for fn in fns])(args), rtol=rtol, atol=atol)
+        assert_close(*jax.jit(lambda args: [of(fn)(args) for fn in fns])(args), rtol=rtol, atol=atol)
 
 
 def assert_all_zero(tree):
@@ -239,14 +140,3 @@ def second_derivatives(fn, args):
     along, gradient = jax.tree.map(jnp.cos, args), jax.grad(fn)
     slope = lambda args: sum(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.sum(a * b), gradient(args), along)))  # noqa: E731
     return jax.jvp(gradient, (args,), (along,))[1], jax.grad(slope)(args)
-
-
-def every_derivative(fn):
-    """The value and the gradient, the same in forward mode, and second derivatives, both ways."""
-
-    def derivatives(args):
-        with masksafe.forward_mode():
-            forward = jax.jvp(fn, (args,), (jax.tree.map(jnp.cos, args),)), jax.grad(fn)(args)
-        return jax.value_and_grad(fn)(args), forward, second_derivatives(fn, args)
-
-    return derivatives

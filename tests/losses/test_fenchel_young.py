@@ -34,13 +34,3 @@ def test_other_shapes_are_refused():
         loss(SCORES[..., :1], TARGETS)
     with pytest.raises(ValueError, match="fenchel_young_loss: where: got shape"):
         loss(SCORES, TARGETS, where=np.ones(4, bool))
-
-
-@pytest.mark.forms
-def test_scores_split_over_a_mesh_and_a_mask_that_is_not():
-    elements = RNG.random((2, 3, 4)) < 0.6
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        split = jax.device_put(SCORES, jax.NamedSharding(mesh, jax.P("data")))
-        found = jax.jit(loss)(split, TARGETS, where=elements)
-    np.testing.assert_allclose(found, loss(SCORES, TARGETS, where=elements), rtol=1e-6)

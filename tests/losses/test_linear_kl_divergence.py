@@ -18,8 +18,6 @@ from linear_cases import (
     TARGET_KERNEL,
     TARGETS,
     TOKENS,
-    assert_same_function,
-    kl_divergence,
     top_k_targets,
 )
 
@@ -33,14 +31,18 @@ top_k = functools.partial(linear_kl_divergence_with_top_k_targets, block_size=9)
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_hessian_where_student_and_teacher_agree(direction):
-    """The Fisher information; any kink of the formulas at 0 would show."""
-    x = jnp.array([[0.3, -1.0, 0.7]])
-    of = lambda fn: lambda y: fn(y, jnp.eye(3), x, jnp.eye(3), direction=direction, reduction="sum")  # noqa: E731
-    fns = [of(fn) for fn in (linear_kl_divergence, kl_divergence)]
-    assert_same_function(fns, np.float64(x), jax.hessian, rtol=1e-9)
+def plain(x, kernel, y, target_kernel, bias=0.0, target_bias=0.0, temperature=1.0, **options):
+    """The formula with all logits in memory, which JAX differentiates in any dtype."""
+    log_q = jax.nn.log_softmax((jnp.matmul(x, kernel) + bias) / temperature)
+    log_p = jax.nn.log_softmax((jnp.matmul(y, target_kernel) + target_bias) / temperature)
+    kl, beta = lambda a, b: jnp.sum(jnp.exp(a) * (a - b), -1), options.get("beta", 0.5)
+    log_m = jnp.logaddexp(log_p + np.log(beta), log_q + np.log(1 - beta))
+    losses = {
+        "forward": lambda: kl(log_p, log_q),
+        "reverse": lambda: kl(log_q, log_p),
+        "jensen_shannon": lambda: beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m),
+    }[options["direction"]]()
+    return {"none": lambda x: x, "sum": jnp.sum, "mean": jnp.mean}[options.get("reduction", "mean")](losses)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-9, 1e-38])
@@ -51,7 +53,7 @@ def test_a_low_temperature_costs_no_digits(direction, temperature):
     of = lambda fn: lambda x: fn(x, kernel, teacher, kernel, temperature=temperature, direction=direction)  # noqa: E731
     value, gradient = jax.jit(jax.value_and_grad(of(linear_kl_divergence)))(student)
     with jax.enable_x64(True):
-        np.testing.assert_allclose(value, jax.jit(of(kl_divergence))(student), rtol=1e-6)
+        np.testing.assert_allclose(value, jax.jit(of(plain))(student), rtol=1e-6)
     assert not np.isnan(gradient).any()
 
 
@@ -79,30 +81,12 @@ def test_the_error_is_that_of_the_formula(direction, noise):
         loss = lambda x: fn(x, jnp.eye(50), teacher, jnp.eye(50), reduction="none", direction=direction, beta=0.3)  # noqa: E731
         return loss(student), jax.grad(lambda x: loss(x).sum())(student)
 
-    both = jax.jit(lambda *rows: [of(fn, *rows) for fn in (linear_kl_divergence, kl_divergence)])(student, teacher)
+    both = jax.jit(lambda *rows: [of(fn, *rows) for fn in (linear_kl_divergence, plain)])(student, teacher)
     with jax.enable_x64(True):
-        exact = map(
-            np.asarray, jax.jit(lambda *rows: of(kl_divergence, *rows))(np.float64(student), np.float64(teacher))
-        )
+        exact = map(np.asarray, jax.jit(lambda *rows: of(plain, *rows))(np.float64(student), np.float64(teacher)))
     for ours, peers, desired in zip(*both, exact, strict=True):
         of_ours, of_peers = (np.abs(x - desired).max() for x in (ours, peers))
         assert of_ours <= max(2 * of_peers, 4 * np.finfo(np.float32).eps * max(1, np.abs(desired).max()))
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_equal_sides_and_far_ones(direction):
-    """No divergence, and no overflow."""
-
-    @jax.jit
-    def both(far):
-        of = functools.partial(linear_kl_divergence, direction=direction)
-        return of(*ARGS[:2], *ARGS[:2]), jax.value_and_grad(lambda x: of(x, jnp.eye(3), -far, jnp.eye(3)))(far)
-
-    same, (value, gradient) = both(np.float32([[300.0, 0.0, -300.0]]))
-    assert abs(same) < 1e-6
-    np.testing.assert_allclose(value, np.log(2) if direction == "jensen_shannon" else 600, rtol=1e-6)
-    assert np.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -122,7 +106,7 @@ def test_float16_gradients_of_a_sum_do_not_overflow_at_a_low_temperature(directi
     of = lambda fn, eye, far: jax.jit(jax.grad(lambda x: fn(x, eye, far, eye, **options)))  # noqa: E731
     gradient = of(linear_kl_divergence, eye, far)(near)
     with jax.enable_x64(True):
-        desired = np.asarray(of(kl_divergence, *map(np.float64, (eye, far)))(np.float64(near)))
+        desired = np.asarray(of(plain, *map(np.float64, (eye, far)))(np.float64(near)))
     np.testing.assert_allclose(gradient, desired, rtol=4e-3, atol=1e-3 * abs(desired).max())
 
 
@@ -170,7 +154,7 @@ def test_classes_of_probability_zero(direction):
         if who != "teacher":
             np.testing.assert_array_equal(gradients[1][:, :3], 0)
         options = dict(zip(("bias", "target_bias"), (np.maximum(bias, -1e4) for bias in biases), strict=True))
-        desired = kl_divergence(FEATURES, KERNEL, **TARGETS, **options, direction=direction)
+        desired = plain(*ARGS, **options, direction=direction)
         np.testing.assert_allclose(value, desired, rtol=1e-5)
 
 

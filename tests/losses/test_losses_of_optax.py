@@ -1,4 +1,4 @@
-"""Every loss of optax: the same names, parameters, values and dtypes; and masks with parameters that are not default.
+"""Every loss of optax: the same names, parameters, values and dtypes, and masks of lower rank.
 
 The default run compares the values of one case of each loss, which one program computes for all of them.
 """
@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 import masksafe
-from masksafe.testing import assert_mask_safe
 
 NAMES = sorted(name for name in dir(optax.losses) if not name.startswith("_"))
 RNG = np.random.default_rng(0)
@@ -41,75 +39,65 @@ FRAMES = np.arange(7) >= np.array([7, 5, 6, 0])[:, None]  # True is padding, as 
 LENGTHS = np.arange(3) >= np.array([3, 1, 2, 0])[:, None]
 CTC = floats(4, 7, CLASSES), FRAMES.astype(np.float32), RNG.integers(1, CLASSES, (4, 3)), LENGTHS.astype(np.float32)
 
-ELEMENTS = RNG.random((ROWS, CLASSES)) < 0.6
-ELEMENTS[1], ELEMENTS[2] = False, True
-for _row in (0, 3, 4, 5):
-    ELEMENTS[_row, LABELS[_row]] = True
-SOME_ROWS = np.array([True, False, True, True, False, True])
-
 
 class Case(NamedTuple):
-    """A call on clean input, and how it may be masked."""
+    """A call."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = {}  # noqa: RUF012
-    masks: tuple[np.ndarray, ...] = ()
-    maskable: tuple[int, ...] = (0, 1)  # the arguments that the mask covers
 
 
-BOTH = ELEMENTS, SOME_ROWS
-AS_ROWS = ELEMENTS, SOME_ROWS[:, None]
 CASES = [
-    Case("squared_error", (X, Y), masks=(ELEMENTS,)),
-    Case("squared_error", (X,), masks=(ELEMENTS,), maskable=(0,)),
-    Case("l2_loss", (X, Y), masks=(ELEMENTS,)),
-    Case("huber_loss", (3 * X, Y), {"delta": 0.7}, masks=(ELEMENTS,)),
-    Case("huber_loss", (3 * X,), masks=(ELEMENTS,), maskable=(0,)),
-    Case("log_cosh", (X, Y), masks=(ELEMENTS,)),
-    Case("cosine_similarity", (X, Y), {"epsilon": 1e-3}, masks=AS_ROWS),
-    Case("cosine_similarity", (X, Y), {"axis": (0, 1)}, masks=(ELEMENTS,)),
-    Case("cosine_distance", (X, Y), masks=AS_ROWS),
-    Case("sigmoid_binary_cross_entropy", (X, P), masks=(ELEMENTS,)),
-    Case("sigmoid_binary_cross_entropy", (X, BITS), masks=(ELEMENTS,), maskable=(0,)),
-    Case("sigmoid_focal_loss", (X, P), masks=(ELEMENTS,)),
-    Case("sigmoid_focal_loss", (X, BITS), {"alpha": 0.3, "gamma": 1.5}, masks=(ELEMENTS,)),
-    Case("hinge_loss", (X, SIGNS), masks=(ELEMENTS,)),
-    Case("perceptron_loss", (X, SIGNS), masks=(ELEMENTS,)),
-    Case("sparsemax_loss", (X, BITS.astype(np.int32)), masks=(ELEMENTS,)),
-    Case("multiclass_hinge_loss", (X, LABELS), masks=BOTH),
-    Case("multiclass_perceptron_loss", (X, LABELS), masks=BOTH),
-    Case("multiclass_sparsemax_loss", (X, LABELS), masks=BOTH),
-    Case("softmax_cross_entropy", (X, P), masks=BOTH),
+    Case("squared_error", (X, Y)),
+    Case("squared_error", (X,)),
+    Case("l2_loss", (X, Y)),
+    Case("huber_loss", (3 * X, Y), {"delta": 0.7}),
+    Case("huber_loss", (3 * X,)),
+    Case("log_cosh", (X, Y)),
+    Case("cosine_similarity", (X, Y), {"epsilon": 1e-3}),
+    Case("cosine_similarity", (X, Y), {"axis": (0, 1)}),
+    Case("cosine_distance", (X, Y)),
+    Case("sigmoid_binary_cross_entropy", (X, P)),
+    Case("sigmoid_binary_cross_entropy", (X, BITS)),
+    Case("sigmoid_focal_loss", (X, P)),
+    Case("sigmoid_focal_loss", (X, BITS), {"alpha": 0.3, "gamma": 1.5}),
+    Case("hinge_loss", (X, SIGNS)),
+    Case("perceptron_loss", (X, SIGNS)),
+    Case("sparsemax_loss", (X, BITS.astype(np.int32))),
+    Case("multiclass_hinge_loss", (X, LABELS)),
+    Case("multiclass_perceptron_loss", (X, LABELS)),
+    Case("multiclass_sparsemax_loss", (X, LABELS)),
+    Case("softmax_cross_entropy", (X, P)),
     Case("safe_softmax_cross_entropy", (X, P)),
-    Case("softmax_cross_entropy_with_integer_labels", (X, LABELS), masks=BOTH),
-    Case("poly_loss_cross_entropy", (X, P), masks=BOTH),
-    Case("poly_loss_cross_entropy", (X, P), {"epsilon": -1.0, "axis": 0}, masks=(ELEMENTS,)),
-    Case("kl_divergence", (np.log(P), P[::-1].copy()), masks=AS_ROWS),
-    Case("kl_divergence", (np.log(P), P[::-1].copy()), {"axis": None}, masks=(ELEMENTS,)),
-    Case("kl_divergence_with_log_targets", (np.log(P), np.log(P[::-1])), masks=AS_ROWS),
-    Case("generalized_kl_divergence", (X, P), masks=AS_ROWS),
-    Case("convex_kl_divergence", (X, P), {"axis": 0}, masks=(ELEMENTS,)),
-    Case("ctc_loss", CTC, masks=(np.array([True, True, False, True]),), maskable=(0, 2)),
+    Case("softmax_cross_entropy_with_integer_labels", (X, LABELS)),
+    Case("poly_loss_cross_entropy", (X, P)),
+    Case("poly_loss_cross_entropy", (X, P), {"epsilon": -1.0, "axis": 0}),
+    Case("kl_divergence", (np.log(P), P[::-1].copy())),
+    Case("kl_divergence", (np.log(P), P[::-1].copy()), {"axis": None}),
+    Case("kl_divergence_with_log_targets", (np.log(P), np.log(P[::-1]))),
+    Case("generalized_kl_divergence", (X, P)),
+    Case("convex_kl_divergence", (X, P), {"axis": 0}),
+    Case("ctc_loss", CTC),
     Case("ctc_loss_with_forward_probs", CTC, {"blank_id": 1}),
-    Case("ranking_softmax_loss", (X, P), masks=AS_ROWS),
-    Case("ranking_softmax_loss", (X, P), {"reduce_fn": None, "weights": np.abs(Y)}, masks=AS_ROWS),
-    Case("ranking_softmax_loss", (X, BITS.astype(np.int32)), {"reduce_fn": jnp.sum}, masks=AS_ROWS),
-    Case("smooth_labels", (P, 0.1), masks=AS_ROWS, maskable=(0,)),
-    Case("ntxent", (X, np.array([0, 1, 0, 1, 0, 1])), masks=(np.array([True, True, True, True, False, True]),)),
-    Case("triplet_margin_loss", (X, Y, P), {"margin": 2.0}, masks=BOTH, maskable=(0, 1, 2)),
-    Case("dice_loss", (PIXELS, TRUTH), masks=(RNG.random((4, 1, 5, 1)) < 0.7, RNG.random(PIXELS.shape) < 0.7)),
+    Case("ranking_softmax_loss", (X, P)),
+    Case("ranking_softmax_loss", (X, P), {"reduce_fn": None, "weights": np.abs(Y)}),
+    Case("ranking_softmax_loss", (X, BITS.astype(np.int32)), {"reduce_fn": jnp.sum}),
+    Case("smooth_labels", (P, 0.1)),
+    Case("ntxent", (X, np.array([0, 1, 0, 1, 0, 1]))),
+    Case("triplet_margin_loss", (X, Y, P), {"margin": 2.0}),
+    Case("dice_loss", (PIXELS, TRUTH)),
     Case("dice_loss", (PIXELS, TRUTH), {"reduction": "none", "alpha": 0.3, "smooth": 0.5, "ignore_background": True}),
     Case(
         "dice_loss",
         (PIXELS, TRUTH),
         {"reduction": "sum", "class_weights": np.float32([0, 1, 2, 3]), "axis": (1, 2)},
     ),
-    Case("dice_loss", (PIXELS[..., :1], TRUTH[..., 0]), masks=(np.array([True, False, True, True]),)),
-    Case("multiclass_generalized_dice_loss", (PIXELS, TRUTH), masks=(RNG.random((4, 1, 5, 1)) < 0.7,)),
+    Case("dice_loss", (PIXELS[..., :1], TRUTH[..., 0])),
+    Case("multiclass_generalized_dice_loss", (PIXELS, TRUTH)),
     Case("multiclass_generalized_dice_loss", (PIXELS, TRUTH), {"ignore_background": True}),
-    Case("binary_dice_loss", (X, BITS), masks=(ELEMENTS, SOME_ROWS), maskable=(0,)),
-    Case("fenchel_young_loss", (X, P), masks=BOTH),
+    Case("binary_dice_loss", (X, BITS)),
+    Case("fenchel_young_loss", (X, P)),
 ]
 OF_LABELS = {"multiclass_hinge_loss", "multiclass_perceptron_loss", "multiclass_sparsemax_loss", "ntxent"}
 OF_LABELS |= {"ctc_loss", "ctc_loss_with_forward_probs", "softmax_cross_entropy_with_integer_labels"}
@@ -130,42 +118,17 @@ def theirs(case):
     return functools.partial(loss_of(optax.losses, case.name), **case.kwargs)
 
 
-def expanded(mask, x):
-    """The mask at the rank of an argument: one of the loss's rank masks rows of it, one of labels less the classes."""
-    x = np.asarray(x)
-    if mask.ndim > x.ndim:
-        return mask.any(tuple(range(x.ndim, mask.ndim)))
-    return np.broadcast_to(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x.shape)
-
-
-def floats_of(args):
-    return [i for i, x in enumerate(args) if np.ndim(x) and jnp.issubdtype(x.dtype, jnp.floating)]
-
-
-def of_floats(fn, args):
-    """A function of those of the arguments that are arrays of floats."""
-    numbers = floats_of(args)
-
-    def fn_of_floats(*moving):
-        new = dict(zip(numbers, moving, strict=True))
-        return fn(*(new.get(i, x) for i, x in enumerate(args)))
-
-    return fn_of_floats, tuple(args[i] for i in numbers)
-
-
-def weighted(tree):
-    """A sum with weights that are not all alike."""
-    return sum(jnp.sum(x * np.cos(np.arange(x.size)).reshape(x.shape).astype(x.dtype)) for x in jax.tree.leaves(tree))
-
-
 def value_and_gradients(loss, args):
-    fn, moving = of_floats(loss, args)
+    """The gradients are those by the arrays of floats, of a sum that tells the elements of the outputs apart."""
+    numbers = [i for i, x in enumerate(args) if np.ndim(x) and jnp.issubdtype(x.dtype, jnp.floating)]
 
-    def total(*moving):
-        out = fn(*moving)
-        return weighted(out), out
+    def total(*floats):
+        new = dict(zip(numbers, floats, strict=True))
+        out = loss(*(new.get(i, x) for i, x in enumerate(args)))
+        weights = (np.cos(np.arange(x.size)).reshape(x.shape).astype(x.dtype) for x in jax.tree.leaves(out))
+        return sum(map(jnp.vdot, jax.tree.leaves(out), weights)), out
 
-    gradients, out = jax.grad(total, range(len(moving)), has_aux=True)(*moving)
+    gradients, out = jax.grad(total, range(len(numbers)), has_aux=True)(*(args[i] for i in numbers))
     return out, gradients
 
 
@@ -226,44 +189,6 @@ def test_gradients_are_those_of_optax_too(case):
     if "ctc" in case.name:  # optax has gradients for paddings, which are flags
         gradients, expected_gradients = gradients[:1], expected_gradients[:1]
     chex.assert_trees_all_close(gradients, expected_gradients, rtol=1e-4, atol=1e-5)
-
-
-def on_devices(x):
-    return jax.device_put(x, PartitionSpec("data", *[None] * (x.ndim - 1))) if np.ndim(x) else jnp.asarray(x)
-
-
-# A Fenchel-Young loss is a jax.vmap of a function that it is given, and wants the mask split as the scores are.
-CASES_WITH_MASKS = [case for case in CASES if case.masks and case.name != "fenchel_young_loss"]
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("split", ["scores", "both", "where too"])
-@pytest.mark.parametrize("case", CASES_WITH_MASKS, ids=lambda case: case.name)
-def test_labels_and_masks_that_are_split_or_are_not(case, split):
-    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))):
-        first, *others = map(jnp.asarray, case.args)
-        args = [on_devices(first), *(others if split == "scores" else map(on_devices, others))]
-        mask = (on_devices if split == "where too" else jnp.asarray)(case.masks[0])
-        step = lambda args, mask: value_and_gradients(ours(case, where=mask), args)  # noqa: E731
-        assert jax.eval_shape(step, args, mask)[1][0].shape == first.shape
-
-
-# With the default parameters the contract's table has them.
-CHANGED = [case for case in CASES if case.kwargs or not case.masks]
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("case", CHANGED, ids=lambda case: case.name)
-def test_losses_and_gradients_trace_under_strict_promotion_and_lower_for_cuda(case):
-    masks = [{}, *({"where": jnp.asarray(x)} for x in case.masks[:1])]
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        args = [jnp.asarray(x) for x in case.args]
-        for mask in masks:
-            step = jax.jit(functools.partial(value_and_gradients, ours(case, **mask)))
-            assert jax.export.export(step, platforms=["cuda"])(args).platforms == ("cuda",)
-            with masksafe.forward_mode():
-                fn, moving = of_floats(ours(case, **mask), args)
-                assert jax.make_jaxpr(functools.partial(jax.jvp, fn))(moving, moving).eqns
 
 
 TYPES = {
@@ -346,6 +271,8 @@ def test_arguments_broadcast_as_those_of_optax():
 
 
 ROWS_FIRST = ["softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels", "poly_loss_cross_entropy"]
+ROWS_FIRST += ["multiclass_hinge_loss", "multiclass_perceptron_loss", "multiclass_sparsemax_loss"]
+ROWS_FIRST += ["triplet_margin_loss", "binary_dice_loss"]
 COLUMNS = ["kl_divergence", "kl_divergence_with_log_targets", "generalized_kl_divergence", "cosine_similarity"]
 COLUMNS += ["cosine_distance", "convex_kl_divergence"]
 
@@ -357,60 +284,10 @@ def test_a_mask_of_lower_rank_is_of_rows_or_as_numpy_has_it():
     def of_all(scores):
         results = {}
         for name in (*ROWS_FIRST, *COLUMNS):
-            targets = labels if "integer" in name else scores[::-1]
+            others = [labels] if name in OF_LABELS else [scores[::-1], 2 * scores][: 1 + ("triplet" in name)]
             masks = mask, np.broadcast_to(mask[:, None] if name in ROWS_FIRST else mask[None], (2, 2))
-            results[name] = [getattr(masksafe.losses, name)(scores, targets, where=where) for where in masks]
+            results[name] = [getattr(masksafe.losses, name)(scores, *others, where=where) for where in masks]
         return results
 
     for actual, expected in of_all(scores).values():
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-
-# Masks of rows, and masks with the parameters of the cases; the others are in the contract's table.
-
-MASKED = [
-    pytest.param(case, mask, id=f"{case.name}-{i}")
-    for i, case in enumerate(CASES)
-    for mask in case.masks
-    if case.kwargs or mask is not ELEMENTS
-]
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize(("case", "mask"), MASKED)
-def test_masked_elements_are_gone_and_nothing_left_is_zero(case, mask):
-    @jax.jit
-    def results(mask, *args):
-        fn, moving = of_floats(ours(case, where=mask), args)
-        total = lambda moving: weighted(fn(*moving))  # noqa: E731
-        directions = tuple(np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape) for x in moving)
-        with masksafe.forward_mode():
-            slope = jax.jvp(total, (moving,), (directions,))[1]
-        gradients = jax.grad(total)(moving), jax.jvp(jax.grad(total), (moving,), (directions,))[1]
-        return (fn(*moving), slope), gradients
-
-    hidden = {i: ~expanded(mask, case.args[i]) for i in case.maskable}
-    run, numbers = functools.partial(results, mask), floats_of(case.args)
-    assert_mask_safe(
-        run, *case.args, masked={i: h for i, h in hidden.items() if h.any()}, order=0, transforms=("eager",)
-    )
-    for gradients in run(*case.args)[1]:
-        for i, gradient in zip(numbers, gradients, strict=True):
-            np.testing.assert_array_equal(gradient[hidden.get(i, np.zeros_like(gradient, bool))], 0)
-    garbage = {i: np.full_like(case.args[i], np.nan if i in numbers else -100) for i in case.maskable}
-    nothing = results(np.zeros_like(mask), *(garbage.get(i, x) for i, x in enumerate(case.args)))
-    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), nothing)
-
-
-STRICT = [case for case in CASES if case.masks and "where" not in inspect.signature(theirs(case)).parameters]
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("case", STRICT, ids=lambda case: case.name)
-def test_a_mask_of_another_rank_is_refused(case):
-    ranks = {mask.ndim for mask in case.masks} | {np.ndim(case.args[0]), jax.eval_shape(ours(case), *case.args).ndim}
-    rank = next(r for r in range(5) if r not in ranks)
-    if case.name == "ntxent":
-        rank = 3
-    with pytest.raises(ValueError, match=f"^{case.name}: where: got shape"):
-        ours(case, where=np.ones((1,) * rank, bool))(*case.args)

@@ -5,9 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-import masksafe
 from masksafe.losses import ranking_softmax_loss
 
 SCORES = np.float32([[2, 1, 0], [1, 0.5, 1.5], [3, 1, 2]])
@@ -61,17 +59,3 @@ def test_logits_of_16_bits_are_not_widened_as_a_whole():
     x = jax.ShapeDtypeStruct((4096, 1024), "bfloat16")
     program = jax.jit(lambda x, t: ranking_softmax_loss(x, t, reduce_fn=None)).lower(x, x).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2**23
-
-
-@pytest.mark.forms
-def test_mean_of_lists_over_devices_that_have_unlike_numbers_of_them():
-    rng = np.random.default_rng(0)
-    scores, labels = rng.normal(size=(16, 4)).astype(np.float32), rng.random((16, 4)).astype(np.float32)
-    where = np.arange(16)[:, None] < np.array([5, 5, 3, 0])  # most devices have no list
-    mean = functools.partial(masksafe.mean, axis_name="data")
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-    loss = lambda *args: ranking_softmax_loss(*args[:2], where=args[2], reduce_fn=mean)  # noqa: E731
-    over_devices = jax.shard_map(loss, mesh=mesh, in_specs=spec("data"), out_specs=spec())
-    actual = jax.jit(over_devices)(scores, labels, where)
-    np.testing.assert_allclose(actual, ranking_softmax_loss(scores, labels, where=where), rtol=1e-5)

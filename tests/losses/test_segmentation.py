@@ -38,6 +38,13 @@ def test_masking_classes_or_samples_is_taking_them_out():
     assert (of_classes > 0).sum() == 5
 
 
+def test_nothing_left_is_0_without_smoothing():
+    rows = np.zeros((2, 6, 1), bool)
+    loss = lambda x, smooth: dice_loss(x, TARGETS, smooth=smooth, where=rows).sum()  # noqa: E731
+    results = jax.jit(jax.value_and_grad(loss, (0, 1)))(LOGITS, 0.0)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), results)
+
+
 def test_probabilities():
     @jax.jit
     def all_of(p, x, t):

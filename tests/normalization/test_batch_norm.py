@@ -90,23 +90,6 @@ def test_batch_norm_over_named_axes_of_vmap(how, of_the_whole):
     chex.assert_trees_all_close(actual, of_the_whole, rtol=1e-4, atol=1e-4)
 
 
-def test_batch_norm_by_its_own_statistics_is_the_same(of_the_whole):
-    (expected, mean, var), _ = of_the_whole
-    y, *statistics = batch_norm(X, SCALE, BIAS, WHERE, mean=mean, var=var)
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-    chex.assert_trees_all_equal(tuple(statistics), (mean, var))
-
-
-def test_weights_of_batch_norm_are_those_of_other_norms():
-    @jax.jit
-    def both(x, weights):
-        y, mean, var = masksafe.batch_norm(x, where=WHERE, weights=weights)
-        moments = masksafe.var_mean(x, (0, 1), WHERE, weights=weights)
-        return (y, var, mean), (masksafe.standardize(x, (0, 1), where=WHERE, weights=weights), *moments)
-
-    chex.assert_trees_all_close(*both(X, np.abs(np.cos(X))), rtol=1e-5, atol=1e-5)
-
-
 def test_batch_norm_of_channels_on_several_axes():
     flat = lambda x: np.moveaxis(x, (2, 0), (1, 2)).reshape(5, 48)  # noqa: E731
     scale, bias = (np.cos(s + np.arange(48)).astype(np.float32) for s in (0, 1))
@@ -144,15 +127,6 @@ def test_digits_survive_a_large_mean_and_equal_elements(name):
 
 
 # Group norm.
-
-
-def test_unmasked_nan_shows_in_its_own_group_only():
-    x, where = X.copy(), WHERE.copy()
-    x[3, 2, 1], where[3, 2, 1] = np.nan, True
-    y = masksafe.group_norm(x, 3, SCALE, BIAS, where=where)
-    is_nan = np.zeros(X.shape, bool)
-    is_nan[3, :, :2] = where[3, :, :2]
-    np.testing.assert_array_equal(np.isnan(y), is_nan)
 
 
 @pytest.mark.forms

@@ -72,7 +72,7 @@ def on_devices(fn, mesh, axes, is_elementwise, **kwargs):
     )
 
 
-@each_name("layer_norm")
+@each_name("layer_norm", "sum")
 @pytest.mark.parametrize("has_weights", [True, forms(False)], ids=["weights", "no weights"])
 def test_over_devices_is_that_of_the_whole_with_its_gradients(name, has_weights):
     reduce = REDUCTIONS[name]
@@ -218,30 +218,9 @@ def test_a_step_on_two_devices_is_that_of_the_whole_batch(name, step):
 
 
 @each_name("mean")
-def test_an_element_of_weight_0_takes_no_part_and_a_negative_weight_shows(name):
-    reduce = jax.jit(lambda x, weights: REDUCTIONS[name](x, 0, None, weights=weights))
-    gradients = jax.jit(jax.grad(lambda *args: scalar(reduce(*args)), (0, 1)))
-    weights, rest = np.array([1.0, 0.0, 1.0, 2.0], np.float32), np.array([0, 2, 3])
-    expected = reduce(np.array([1.0, 3.0, 7.0], np.float32), weights[rest])
-    for garbage in (np.nan, 1e20, 3e38):
-        x = np.array([1.0, garbage, 3.0, 7.0], np.float32)
-        actual = reduce(x, weights)
-        if name in NORMS:
-            assert actual[1] == 0 or np.isfinite(garbage)
-            actual = actual[rest]
-        chex.assert_trees_all_close(actual, expected, rtol=1e-6)
-        if np.isnan(garbage):
-            chex.assert_tree_all_finite(gradients(x, weights))
-    bad = reduce(np.ones(4, np.float32), np.array([1.0, -1.0, 1.0, 1.0], np.float32))
+def test_a_negative_weight_shows(name):
+    bad = REDUCTIONS[name](np.ones(4, np.float32), 0, None, weights=np.array([1.0, -1.0, 1.0, 1.0], np.float32))
     assert all(np.isnan(y).any() for y in jax.tree.leaves(bad))
-
-
-@pytest.mark.parametrize(
-    "name", ["var_mean", *map(forms, ["mean", "var", *NORMS])]
-)  # not sum: its slope is the element
-def test_weights_of_0_alone_leave_nothing(name):
-    fn = differentiated(lambda x, w: REDUCTIONS[name](x, 0, None, weights=w))
-    jax.tree.map(lambda a: np.testing.assert_array_equal(a, 0), fn(X, np.zeros_like(X)))
 
 
 @pytest.mark.parametrize("name", few_of([*REDUCTIONS, *EXTREMA], "var_mean", "max"))

@@ -1,0 +1,18 @@
+"""How tests compare trees of arrays."""
+
+import jax
+import numpy as np
+
+from masksafe.testing._trees import bits
+
+
+def assert_close(actual, expected, rtol=2e-5, atol=None):
+    """In float64, so that arrays of 16 bits are compared as well; as much is allowed of 0 as of 1 if `atol` is None."""
+    trees = jax.device_get((actual, expected))
+    for a, e in zip(*map(jax.tree.leaves, trees), strict=True):
+        np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=rtol, atol=rtol if atol is None else atol)
+
+
+def assert_same_bits(actual, expected):
+    """Of zeros the signs as well; a NaN is a NaN."""
+    jax.tree.map(lambda a, e: np.testing.assert_array_equal(bits(np.asarray(a)), bits(np.asarray(e))), actual, expected)
