@@ -1,0 +1,162 @@
+"""How far results are from float64: every op and its peer, in three dtypes, over short and long rows, and far from 0.
+
+    python examples/benchmarks/accuracy.py              # five minutes on two cores
+    python examples/benchmarks/accuracy.py --quick      # short rows in float32; writes nothing
+    python examples/benchmarks/accuracy.py --plot-only  # the page from the CSV
+
+An error is the largest of an array, in units of the array's largest number and of the epsilon of the inputs' dtype. The
+reference is masksafe in float64, which tests/contract/test_precision.py holds to the definitions.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attention
+import formulas
+import jax
+import jax.numpy as jnp
+import linear
+import losses
+import normalization
+import numpy as np
+import segments
+import sweep
+from command import rows_of_all, tell
+from compiled import PEERS
+from measure import Case, Row, cases_of, is_installed, random_normal, row_of, with_gradient
+from results import DOCS, NOTHING, as_markdown, csv_of, environment, fill_pages, grouped, pairs, read_csv, write_csv
+from rich.console import Console
+
+SHAPES = {"short": (256, 64), "long": (4, 32768), "offset": (64, 1024)}  # rows, and the elements of each
+OFFSET = 1e4  # of numbers with a deviation of 1; 16 bits would not tell them apart
+COLUMNS = [("float32", size) for size in SHAPES] + [(d, s) for d in ("bfloat16", "float16") for s in ("short", "long")]
+SAME = 1e-6  # of the peer in float64; beyond it the peer's formula is another one
+OTHER_FORMULA = -1.0
+WORSE, FEW = 2, 2  # times the peer's error, and epsilons, beyond which an error is bold
+IN_OTHER_SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {  # arguments of `prepare` for them
+    **dict.fromkeys(segments.FORMULAS, (segments.prepare, {"short": ((1024, 8), 16), "long": ((131072, 2), 4)})),
+    "batch norm": (normalization.prepare, {"short": ((64, 1024), -1), "long": ((32768, 16), -1)}),
+    "group norm": (normalization.prepare, {"short": ((64, 8, 64), -1), "long": ((2, 4096, 64), -1)}),
+    "attention": (attention.prepare, {"short": (4, 64, 64), "long": (1, 4, 32768)}),
+    "linear": (linear.prepare, {"short": (256, 64, 64), "long": (4, 64, 32768)}),
+    **dict.fromkeys(linear.LOG_PROBS, (linear.prepare_log_probs, {"short": (256, 64, 64), "long": (4, 64, 32768)})),
+    **{
+        direction: (linear.prepare_divergence, {"short": (256, 64, 96, 64), "long": (4, 64, 96, 32768)})
+        for direction, _ in linear.DIVERGENCES
+    },
+    "ctc_loss": (losses.prepare, {"short": (4, 64, 8), "long": (1, 1024, 64)}),
+}
+AWAY_FROM_0 = {*formulas.SOFTMAX, *segments.FORMULAS, "standardize", "var_mean", "layer norm", "batch norm", "group norm"}
+AWAY_FROM_0 |= {"integer cross-entropy", "one-hot cross-entropy", "safe_softmax_cross_entropy"}
+AWAY_FROM_0 |= {"poly_loss_cross_entropy", "ranking_softmax_loss", "make_fenchel_young_loss"}
+
+
+def cases() -> list[Case]:
+    makers = {name: (make, SHAPES) for name, (_, make) in sweep.makers().items()}
+    makers |= {name: (formulas.prepare_more, SHAPES) for name in formulas.MORE if name not in formulas.ALWAYS_MASKED}
+    found = []
+    for name, (make, shapes) in (makers | IN_OTHER_SHAPES).items():
+        for size in ("short", "long", *["offset"] * (name in AWAY_FROM_0)):
+            shape = shapes.get(size, shapes["short"])
+            found += cases_of(make, {size: shape}, [(name, "none", "float32", size)], text=str)
+    return found
+
+
+def rows_of(benchmark: str, case: Case) -> Iterator[Row]:
+    """The errors of each candidate in each dtype, for the same arguments and cotangents."""
+    work = case.prepare()
+    names = [name for name in work.functions if name == "masksafe" or (name in PEERS and is_installed(name))]
+    jitted = {name: jax.jit(with_gradient(work.functions[name], work.leaves)) for name in names}
+    first, *others = work.args
+    args = (first + OFFSET if case.size == "offset" else first, *others)
+    shapes = jax.eval_shape(work.functions["masksafe"], *args)
+    cotangents = jax.tree.map(lambda leaf: random_normal(leaf.shape, seed=1), shapes)
+    for dtype in dict(COLUMNS) if case.work not in losses.FLOAT32_ONLY else ("float32",):
+        if (dtype, case.size) not in COLUMNS:
+            continue
+        given = in_dtype(dtype, (cotangents, *args))
+        with jax.enable_x64(True):
+            wide = {name: run(jitted[name], work.functions[name], in_dtype("float64", given)) for name in names}
+        for name in names:
+            found = run(jitted[name], work.functions[name], given)
+            for what, *of in zip(("value", "gradient"), found, wide["masksafe"], wide[name], strict=True):
+                is_same = largest_error(of[2], of[1]) < SAME
+                error = largest_error(of[0], of[1]) / float(jnp.finfo(dtype).eps) if is_same else OTHER_FORMULA
+                named = dataclasses.replace(case, dtype=dtype)
+                yield row_of(benchmark, named, what, name, error=float(f"{error:.3g}"))
+    jax.clear_caches()
+
+
+def in_dtype(dtype: str, tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def run(jitted: Any, fn: Any, given: tuple[Any, ...]) -> Any:
+    """The value, and the gradient for cotangents of the dtypes of the outputs."""
+    cotangents = jax.tree.map(lambda x, of: x.astype(of.dtype), given[0], jax.eval_shape(fn, *given[1:]))
+    return jax.device_get(jitted(cotangents, *given[1:]))
+
+
+def largest_error(found: Any, expected: Any) -> float:
+    def of_array(x: Any, e: Any) -> float:
+        x, e = np.asarray(x, np.float64), np.asarray(e, np.float64)
+        with np.errstate(invalid="ignore"):
+            difference = np.where(x == e, 0, abs(x - e))
+        return float(np.nan_to_num(difference.max() / (abs(e).max() or 1), nan=math.inf))
+
+    return max(jax.tree.leaves(jax.tree.map(of_array, found, expected)))
+
+
+# Results
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = []
+    for key, found in grouped(pairs(rows), lambda pair: (pair.row.work, pair.row.what, pair.peer.candidate)).items():
+        of_column = {(pair.row.dtype, pair.row.size): pair for pair in found}
+        lines.append([*key, *(of_both(of_column[c]) if c in of_column else NOTHING for c in COLUMNS)])
+    return as_markdown(["op", "what", "against", *(f"{dtype}, {size}" for dtype, size in COLUMNS)], lines)
+
+
+def of_both(pair: Any) -> str:
+    ours, theirs = pair.row.error, pair.peer.error
+    is_worse = ours > FEW and OTHER_FORMULA < theirs < ours / WORSE
+    return f"{f'**{number(ours)}**' if is_worse else number(ours)} / {number(theirs)}"
+
+
+def number(error: float) -> str:
+    return "other formula" if error == OTHER_FORMULA else f"{error:.2g}"
+
+
+def section(docs: Path) -> str:
+    rows = read_csv(csv_of("accuracy", docs))
+    return f"Measured {environment(rows)}.\n\n{table(rows)}\n\n[CSV](../benchmarks/accuracy.csv)"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="short rows in float32; writes nothing")
+    parser.add_argument("--only", action="append", help="an op; may be given again; the others are kept")
+    parser.add_argument("--plot-only", action="store_true", help="measure nothing: the page from the CSV")
+    options, console, failures = parser.parse_args(arguments), Console(), []
+    chosen = [case for case in cases() if case.work in (options.only or [case.work])]
+    if options.quick:
+        chosen = [case for case in chosen if case.size == "short"]
+    if not options.plot_only:
+        rows, failures = rows_of_all([("accuracy", case) for case in chosen], rows_of, "Accuracy", console)
+        console.print(table(rows), markup=False, soft_wrap=True)
+    if not options.quick:
+        if not options.plot_only:
+            measured = {row.work for row in rows}
+            kept = [row for row in read_csv(csv_of("accuracy", DOCS)) if row.work not in measured]
+            write_csv(csv_of("accuracy", DOCS), sorted([*kept, *rows], key=lambda row: row.work.lower()), ("eager",))
+        fill_pages(DOCS, {"accuracy": section(DOCS)})
+    tell(failures)
+
+
+if __name__ == "__main__":
+    main()
