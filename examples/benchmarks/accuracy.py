@@ -1,6 +1,6 @@
 """How far results are from float64: every op and its peer, in three dtypes, over short and long rows, and far from 0.
 
-    python examples/benchmarks/accuracy.py              # five minutes on two cores
+    python examples/benchmarks/accuracy.py              # ten minutes on two cores
     python examples/benchmarks/accuracy.py --quick      # short rows in float32; writes nothing
     python examples/benchmarks/accuracy.py --plot-only  # the page from the CSV
 
@@ -28,7 +28,19 @@ import sweep
 from command import rows_of_all, tell
 from compiled import PEERS
 from measure import Case, Row, cases_of, is_installed, random_normal, row_of, with_gradient
-from results import DOCS, NOTHING, as_markdown, csv_of, environment, fill_pages, grouped, pairs, read_csv, write_csv
+from results import (
+    DOCS,
+    NOTHING,
+    Pair,
+    as_markdown,
+    csv_of,
+    environment,
+    fill_pages,
+    grouped,
+    pairs,
+    read_csv,
+    write_csv,
+)
 from rich.console import Console
 
 SHAPES = {"short": (256, 64), "long": (4, 32768), "offset": (64, 1024)}  # rows, and the elements of each
@@ -50,9 +62,10 @@ IN_OTHER_SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {  # arguments of `prep
     },
     "ctc_loss": (losses.prepare, {"short": (4, 64, 8), "long": (1, 1024, 64)}),
 }
-AWAY_FROM_0 = {*formulas.SOFTMAX, *segments.FORMULAS, "standardize", "var_mean", "layer norm", "batch norm", "group norm"}
-AWAY_FROM_0 |= {"integer cross-entropy", "one-hot cross-entropy", "safe_softmax_cross_entropy"}
-AWAY_FROM_0 |= {"poly_loss_cross_entropy", "ranking_softmax_loss", "make_fenchel_young_loss"}
+AWAY_FROM_0 = {*formulas.SOFTMAX, *segments.FORMULAS, "standardize", "var_mean"}
+AWAY_FROM_0 |= {"layer norm", "batch norm", "group norm", "integer cross-entropy", "one-hot cross-entropy"}
+AWAY_FROM_0 |= {"safe_softmax_cross_entropy", "poly_loss_cross_entropy"}
+AWAY_FROM_0 |= {"ranking_softmax_loss", "make_fenchel_young_loss"}
 
 
 def cases() -> list[Case]:
@@ -102,11 +115,11 @@ def run(jitted: Any, fn: Any, given: tuple[Any, ...]) -> Any:
 
 
 def largest_error(found: Any, expected: Any) -> float:
+    """Of the arrays of a tree; a NaN is infinitely far off."""
+
     def of_array(x: Any, e: Any) -> float:
-        x, e = np.asarray(x, np.float64), np.asarray(e, np.float64)
-        with np.errstate(invalid="ignore"):
-            difference = np.where(x == e, 0, abs(x - e))
-        return float(np.nan_to_num(difference.max() / (abs(e).max() or 1), nan=math.inf))
+        worst = np.max(abs(np.float64(x) - e))
+        return math.inf if np.isnan(worst) else float(worst / (np.max(abs(e)) or 1))
 
     return max(jax.tree.leaves(jax.tree.map(of_array, found, expected)))
 
@@ -122,10 +135,13 @@ def table(rows: Sequence[Row]) -> str:
     return as_markdown(["op", "what", "against", *(f"{dtype}, {size}" for dtype, size in COLUMNS)], lines)
 
 
-def of_both(pair: Any) -> str:
-    ours, theirs = pair.row.error, pair.peer.error
-    is_worse = ours > FEW and OTHER_FORMULA < theirs < ours / WORSE
-    return f"{f'**{number(ours)}**' if is_worse else number(ours)} / {number(theirs)}"
+def of_both(pair: Pair) -> str:
+    ours, theirs = number(pair.row.error), number(pair.peer.error)
+    return f"{f'**{ours}**' if is_worse(pair.row, pair.peer) else ours} / {theirs}"
+
+
+def is_worse(row: Row, other: Row) -> bool:
+    return row.error > FEW and OTHER_FORMULA < other.error < row.error / WORSE
 
 
 def number(error: float) -> str:
@@ -134,26 +150,31 @@ def number(error: float) -> str:
 
 def section(docs: Path) -> str:
     rows = read_csv(csv_of("accuracy", docs))
-    return f"Measured {environment(rows)}.\n\n{table(rows)}\n\n[CSV](../benchmarks/accuracy.csv)"
+    both = [(pair.row, pair.peer) for pair in pairs(rows)]
+    counts = len(both), sum(is_worse(*of) for of in both), sum(is_worse(peer, row) for row, peer in both)
+    told = (
+        f"Of {counts[0]} pairs masksafe's error is above {FEW} and more than {WORSE} times the other's in {counts[1]}"
+    )
+    told += f" (bold), and the other's in {counts[2]}."
+    link = "[CSV](../benchmarks/accuracy.csv)"
+    return "\n\n".join([f"Measured {environment(rows)}.", told, table(rows), link])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short rows in float32; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="short rows; writes nothing")
     parser.add_argument("--only", action="append", help="an op; may be given again; the others are kept")
     parser.add_argument("--plot-only", action="store_true", help="measure nothing: the page from the CSV")
-    options, console, failures = parser.parse_args(arguments), Console(), []
+    options, console, path = parser.parse_args(arguments), Console(), csv_of("accuracy", DOCS)
     chosen = [case for case in cases() if case.work in (options.only or [case.work])]
+    chosen = [case for case in chosen if not options.quick or case.size == "short"]
+    measure = [] if options.plot_only else [("accuracy", case) for case in chosen]
+    rows, failures = rows_of_all(measure, rows_of, "Accuracy", console)
     if options.quick:
-        chosen = [case for case in chosen if case.size == "short"]
-    if not options.plot_only:
-        rows, failures = rows_of_all([("accuracy", case) for case in chosen], rows_of, "Accuracy", console)
         console.print(table(rows), markup=False, soft_wrap=True)
-    if not options.quick:
-        if not options.plot_only:
-            measured = {row.work for row in rows}
-            kept = [row for row in read_csv(csv_of("accuracy", DOCS)) if row.work not in measured]
-            write_csv(csv_of("accuracy", DOCS), sorted([*kept, *rows], key=lambda row: row.work.lower()), ("eager",))
+    else:
+        kept = [row for row in read_csv(path) if row.work not in {row.work for row in rows}]
+        write_csv(path, sorted([*kept, *rows], key=lambda row: row.work.lower()), ("eager",))
         fill_pages(DOCS, {"accuracy": section(DOCS)})
     tell(failures)
 
