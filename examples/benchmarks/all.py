@@ -26,10 +26,12 @@ BENCHMARKS = [benchmark for module in MODULES for benchmark in module.BENCHMARKS
 
 def publish_others(docs: Path) -> None:
     """What the programs measure that are run by themselves, imported late: one of them sets the number of devices."""
-    compiled, meshes, sweep = map(importlib.import_module, ("compiled", "meshes", "sweep"))
+    accuracy, compiled, meshes, sweep = map(importlib.import_module, ("accuracy", "compiled", "meshes", "sweep"))
     publish(meshes.BENCHMARKS, docs)
     if csv_of("sweep", docs).exists():
         fill_pages(docs, {"sweep": sweep.section_of(docs)})
+    if csv_of("accuracy", docs).exists():
+        fill_pages(docs, {"accuracy": accuracy.section(docs)})
     for target in compiled.PLACES:
         if compiled.csv_of(target, docs).exists():
             compiled.publish(target, docs)

@@ -136,6 +136,6 @@ def publish(benchmarks: Sequence[Benchmark], docs: Path) -> None:
 
 
 def all_rows(docs: Path, folder: str) -> list[Any]:
-    """Of all benchmarks but the sweep, which has a section of its own."""
+    """Of all benchmarks of times but the sweep, which has a section of its own."""
     paths = sorted((docs / "benchmarks" / folder).glob("*.csv"))
-    return [row for path in paths if path.stem not in ("sweep", "gpu") for row in read_csv(path)]
+    return [row for path in paths if path.stem not in ("accuracy", "sweep", "gpu") for row in read_csv(path)]

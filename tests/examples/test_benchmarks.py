@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 
+import accuracy
 import command
 import exchanges
 import formulas
@@ -20,7 +21,7 @@ WORK = measure.Work({"masksafe": jnp.square, "optax": jnp.exp, "torch": lambda x
 CASES = [measure.Case("power", "none", "float32", size, "3", lambda: WORK) for size in ("tiny", "large")]
 BENCHMARK = measure.Benchmark("powers", "Powers", (("masksafe", "optax"), ("masksafe", "torch")), CASES)
 BENCHMARKS = {benchmark.name: benchmark for benchmark in importlib.import_module("all").BENCHMARKS}
-OTHERS = {"meshes", "ring_attention", "sweep", "compiled", "compiled for a TPU", "operations", "exchanges"}
+OTHERS = {"accuracy", "meshes", "ring_attention", "sweep", "compiled", "compiled for a TPU", "operations", "exchanges"}
 OF_ALL = ("headlines", "libraries", "slower", "compiling", "programs")
 PAGE = "# Page\n" + "".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in ("powers", *OF_ALL))
 
@@ -116,6 +117,26 @@ def test_a_ring_computes_what_gathered_keys_do():
         np.testing.assert_allclose(*(fn(*work.args) for fn in work.functions.values()), rtol=1e-5, atol=1e-5)
 
 
+def test_an_error_is_the_largest_of_an_array_in_units_of_its_scale():
+    assert accuracy.largest_error((np.float32([8, 3]), np.float32(1)), (np.array([8.0, 4.0]), np.array(1.0))) == 1 / 8
+    assert accuracy.largest_error(np.float32([np.nan, 1]), np.ones(2)) == np.inf
+
+
+def test_errors_of_both_are_a_few_epsilons():
+    case = next(case for case in accuracy.cases() if case.work == "var")
+    rows = list(accuracy.rows_of("accuracy", case))
+    assert {row.candidate for row in rows} == {"masksafe", "JAX"}
+    assert {row.dtype for row in rows} == {"float32", "bfloat16", "float16"}
+    assert 0 < max(row.error for row in rows) < 4
+    assert accuracy.table(rows).count("\n") == 3
+
+
+def test_an_error_that_exceeds_the_peers_is_bold():
+    ours, theirs = (measure.Row(error=error) for error in (2.5, 1.2))
+    assert accuracy.of_both(results.Pair(ours, theirs)) == "**2.5** / 1.2"
+    assert accuracy.of_both(results.Pair(theirs, ours)) == "1.2 / 2.5"
+
+
 # What is committed
 
 
@@ -139,7 +160,8 @@ def test_every_table_has_one_place():
 def contents():
     """What stands on the pages, made from the CSVs; of the sweep and of programs too."""
     meshes, compiled, sweep = map(importlib.import_module, ("meshes", "compiled", "sweep"))
-    found = {name: results.section(benchmark, results.DOCS) for name, benchmark in BENCHMARKS.items()}
+    found = {"accuracy": accuracy.section(results.DOCS)}
+    found |= {name: results.section(benchmark, results.DOCS) for name, benchmark in BENCHMARKS.items()}
     found |= {benchmark.name: results.section(benchmark, results.DOCS) for benchmark in meshes.BENCHMARKS}
     found["exchanges"] = exchanges.table(results.read_csv(exchanges.TABLE))
     found["operations"] = compiled.operations.summary(results.read_csv(compiled.csv_of("cpu", results.DOCS)))

@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from masksafe._core.exponentials import Exponentials, over
 from masksafe._core.labels import at_label, is_class, nan_unless
@@ -173,7 +174,10 @@ class Divergence(Formula):
         """The logarithm of m; finite where neither side has a probability, for finite derivatives."""
         least = float(jnp.finfo(log_p.dtype).min) / 2
         p_part, q_part = jnp.maximum(log_p, least), jnp.maximum(log_q, least)
-        return jnp.logaddexp(p_part + math.log(self.beta), q_part + math.log1p(-self.beta))
+        largest = lax.stop_gradient(jnp.maximum(p_part, q_part))
+        # The logarithm of a weight added to each part would be rounded in the same direction in all classes.
+        m = self.beta * jnp.exp(p_part - largest) + (1 - self.beta) * jnp.exp(q_part - largest)
+        return largest + jnp.log(m)
 
     @property
     def _teacher_temperature(self) -> float:

@@ -1,0 +1,189 @@
+"""How far results are from float64: every op and its peer, in three dtypes, over short and long rows, and far from 0.
+
+    python examples/benchmarks/accuracy.py              # ten minutes on two cores
+    python examples/benchmarks/accuracy.py --quick      # short rows in float32; writes nothing
+    python examples/benchmarks/accuracy.py --plot-only  # the page from the CSV
+
+An error is the largest of an array, in units of the array's largest number and of the epsilon of the inputs' dtype. The
+reference is masksafe in float64, which tests/contract/test_precision.py holds to the definitions.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attention
+import formulas
+import jax
+import jax.numpy as jnp
+import linear
+import losses
+import normalization
+import numpy as np
+import segments
+import sweep
+from command import rows_of_all, tell
+from compiled import PEERS
+from measure import Case, Row, cases_of, is_installed, random_normal, row_of, with_gradient
+from results import (
+    DOCS,
+    NOTHING,
+    Pair,
+    as_markdown,
+    csv_of,
+    environment,
+    fill_pages,
+    grouped,
+    pairs,
+    read_csv,
+    write_csv,
+)
+from rich.console import Console
+
+SHAPES = {"short": (256, 64), "long": (4, 32768), "offset": (64, 1024)}  # rows, and the elements of each
+OFFSET = 1e4  # of numbers with a deviation of 1; 16 bits would not tell them apart
+COLUMNS = [("float32", size) for size in SHAPES] + [(d, s) for d in ("bfloat16", "float16") for s in ("short", "long")]
+SAME = 1e-6  # of the peer in float64; beyond it the peer's formula is another one
+OTHER_FORMULA = -1.0
+WORSE, FEW = 2, 2  # times the peer's error, and epsilons, beyond which an error is bold
+IN_OTHER_SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {  # arguments of `prepare` for them
+    **dict.fromkeys(segments.FORMULAS, (segments.prepare, {"short": ((1024, 8), 16), "long": ((131072, 2), 4)})),
+    "batch norm": (normalization.prepare, {"short": ((64, 1024), -1), "long": ((32768, 16), -1)}),
+    "group norm": (normalization.prepare, {"short": ((64, 8, 64), -1), "long": ((2, 4096, 64), -1)}),
+    "attention": (attention.prepare, {"short": (4, 64, 64), "long": (1, 4, 32768)}),
+    "linear": (linear.prepare, {"short": (256, 64, 64), "long": (4, 64, 32768)}),
+    **dict.fromkeys(linear.LOG_PROBS, (linear.prepare_log_probs, {"short": (256, 64, 64), "long": (4, 64, 32768)})),
+    **{
+        direction: (linear.prepare_divergence, {"short": (256, 64, 96, 64), "long": (4, 64, 96, 32768)})
+        for direction, _ in linear.DIVERGENCES
+    },
+    "ctc_loss": (losses.prepare, {"short": (4, 64, 8), "long": (1, 1024, 64)}),
+}
+AWAY_FROM_0 = {*formulas.SOFTMAX, *segments.FORMULAS, "standardize", "var_mean"}
+AWAY_FROM_0 |= {"layer norm", "batch norm", "group norm", "integer cross-entropy", "one-hot cross-entropy"}
+AWAY_FROM_0 |= {"safe_softmax_cross_entropy", "poly_loss_cross_entropy"}
+AWAY_FROM_0 |= {"ranking_softmax_loss", "make_fenchel_young_loss"}
+
+
+def cases() -> list[Case]:
+    makers = {name: (make, SHAPES) for name, (_, make) in sweep.makers().items()}
+    makers |= {name: (formulas.prepare_more, SHAPES) for name in formulas.MORE if name not in formulas.ALWAYS_MASKED}
+    found = []
+    for name, (make, shapes) in (makers | IN_OTHER_SHAPES).items():
+        for size in ("short", "long", *["offset"] * (name in AWAY_FROM_0)):
+            shape = shapes.get(size, shapes["short"])
+            found += cases_of(make, {size: shape}, [(name, "none", "float32", size)], text=str)
+    return found
+
+
+def rows_of(benchmark: str, case: Case) -> Iterator[Row]:
+    """The errors of each candidate in each dtype, for the same arguments and cotangents."""
+    work = case.prepare()
+    names = [name for name in work.functions if name == "masksafe" or (name in PEERS and is_installed(name))]
+    jitted = {name: jax.jit(with_gradient(work.functions[name], work.leaves)) for name in names}
+    first, *others = work.args
+    args = (first + OFFSET if case.size == "offset" else first, *others)
+    shapes = jax.eval_shape(work.functions["masksafe"], *args)
+    cotangents = jax.tree.map(lambda leaf: random_normal(leaf.shape, seed=1), shapes)
+    for dtype, size in COLUMNS:
+        if size != case.size or dtype not in dtypes_of(case.work):
+            continue
+        given = in_dtype(dtype, (cotangents, *args))
+        with jax.enable_x64(True):
+            wide = {name: run(jitted[name], work.functions[name], in_dtype("float64", given)) for name in names}
+        for name in names:
+            found = run(jitted[name], work.functions[name], given)
+            for what, *of in zip(("value", "gradient"), found, wide["masksafe"], wide[name], strict=True):
+                is_same = largest_error(of[2], of[1]) < SAME
+                error = largest_error(of[0], of[1]) / float(jnp.finfo(dtype).eps) if is_same else OTHER_FORMULA
+                named = dataclasses.replace(case, dtype=dtype)
+                yield row_of(benchmark, named, what, name, error=float(f"{error:.3g}"))
+    jax.clear_caches()
+
+
+def dtypes_of(name: str) -> tuple[str, ...]:
+    if name == "attention":
+        return "float32", "bfloat16"  # on a CPU jax.nn has none in float16
+    return ("float32",) if name in losses.FLOAT32_ONLY else ("float32", "bfloat16", "float16")
+
+
+def in_dtype(dtype: str, tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def run(jitted: Any, fn: Any, given: tuple[Any, ...]) -> Any:
+    """The value, and the gradient for cotangents of the dtypes of the outputs."""
+    cotangents = jax.tree.map(lambda x, of: x.astype(of.dtype), given[0], jax.eval_shape(fn, *given[1:]))
+    return jax.device_get(jitted(cotangents, *given[1:]))
+
+
+def largest_error(found: Any, expected: Any) -> float:
+    """Of the arrays of a tree; a NaN is infinitely far off."""
+
+    def of_array(x: Any, e: Any) -> float:
+        worst = np.max(abs(np.float64(x) - e))
+        return math.inf if np.isnan(worst) else float(worst / (np.max(abs(e)) or 1))
+
+    return max(jax.tree.leaves(jax.tree.map(of_array, found, expected)))
+
+
+# Results
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = []
+    for key, found in grouped(pairs(rows), lambda pair: (pair.row.work, pair.row.what, pair.peer.candidate)).items():
+        of_column = {(pair.row.dtype, pair.row.size): pair for pair in found}
+        lines.append([*key, *(of_both(of_column[c]) if c in of_column else NOTHING for c in COLUMNS)])
+    return as_markdown(["op", "what", "against", *(f"{dtype}, {size}" for dtype, size in COLUMNS)], lines)
+
+
+def of_both(pair: Pair) -> str:
+    ours, theirs = number(pair.row.error), number(pair.peer.error)
+    return f"{f'**{ours}**' if is_worse(pair.row, pair.peer) else ours} / {theirs}"
+
+
+def is_worse(row: Row, other: Row) -> bool:
+    return row.error > FEW and OTHER_FORMULA < other.error < row.error / WORSE
+
+
+def number(error: float) -> str:
+    return "other formula" if error == OTHER_FORMULA else f"{error:.2g}"
+
+
+def section(docs: Path) -> str:
+    rows = read_csv(csv_of("accuracy", docs))
+    both = [(pair.row, pair.peer) for pair in pairs(rows)]
+    counts = len(both), sum(is_worse(*of) for of in both), sum(is_worse(peer, row) for row, peer in both)
+    told = (
+        f"Of {counts[0]} pairs masksafe's error is above {FEW} and more than {WORSE} times the other's in {counts[1]}"
+    )
+    told += f" (bold), and the other's in {counts[2]}."
+    link = "[CSV](../benchmarks/accuracy.csv)"
+    return "\n\n".join([f"Measured {environment(rows)}.", told, table(rows), link])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="short rows; writes nothing")
+    parser.add_argument("--only", action="append", help="an op; may be given again; the others are kept")
+    parser.add_argument("--plot-only", action="store_true", help="measure nothing: the page from the CSV")
+    options, console, path = parser.parse_args(arguments), Console(), csv_of("accuracy", DOCS)
+    chosen = [case for case in cases() if case.work in (options.only or [case.work])]
+    chosen = [case for case in chosen if not options.quick or case.size == "short"]
+    measure = [] if options.plot_only else [("accuracy", case) for case in chosen]
+    rows, failures = rows_of_all(measure, rows_of, "Accuracy", console)
+    if options.quick:
+        console.print(table(rows), markup=False, soft_wrap=True)
+    else:
+        kept = [row for row in read_csv(path) if row.work not in {row.work for row in rows}]
+        write_csv(path, sorted([*kept, *rows], key=lambda row: row.work.lower()), ("eager",))
+        fill_pages(DOCS, {"accuracy": section(DOCS)})
+    tell(failures)
+
+
+if __name__ == "__main__":
+    main()
