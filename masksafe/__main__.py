@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     if options.case is not None:
         return 0 if _own_function.is_right(*options.case) else 1
-    cases = [case for case in CASES if any(part in case.op for part in options.only.split(","))]
+    cases = [case for case in CASES if any(part in case.op for part in options.only.strip(",").split(","))]
     if not cases:
         print(f"No op has any of {options.only} in its name.", file=sys.stderr)
         return 2
@@ -80,7 +80,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="OPS", default="", help="parts of names: run only ops that match one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     options = parser.parse_args(arguments)
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"argument --json: there is no folder {options.json.parent}")
     if options.case is not None:
+        if options.json or options.only:
+            parser.error("--json and --only are for masksafe's own ops, without MODULE:FUNCTION")
         try:
             options.case = options.case, _own_function.load(options.case)
         except _own_function.NotACaseError as error:

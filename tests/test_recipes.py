@@ -28,7 +28,7 @@ def functions_of_the_guide(name):
     return types.SimpleNamespace(**names)
 
 
-recipes, policies, averages = map(functions_of_the_guide, ("recipes", "rl_and_preference_tuning", "averaging"))
+recipes, policies = map(functions_of_the_guide, ("recipes", "rl_and_preference_tuning"))
 assert_safe = functools.partial(assert_mask_safe, transforms=["jit"])
 
 # The rows of sequences: all tokens, a hole inside, padding behind, padding before, one token, none.
@@ -59,24 +59,6 @@ def by_row(formula, x):
 
 
 # Sequences.
-
-
-def test_means_by_token_sequence_and_document_are_those_of_what_there_is():
-    loss = drawn(20)
-    sequences = [row[kept].mean() for row, kept in zip(loss, TOKENS, strict=True) if kept.any()]
-    documents = [
-        row[ids == number].mean()
-        for row, ids in zip(loss, SEGMENTS, strict=True)
-        for number in range(3)
-        if (ids == number).any()
-    ]
-    for mean, expected in (
-        (lambda loss: averages.by_token(loss, TOKENS), loss[TOKENS]),
-        (lambda loss: averages.by_sequence(loss, TOKENS), sequences),
-        (lambda loss: averages.by_document(loss, SEGMENTS, TOKENS, most=3), documents),
-    ):
-        assert mean(loss).count == len(expected)
-        assert_is(np.mean(expected), lambda loss, mean=mean: mean(loss).value, loss)
 
 
 def test_experts_are_balanced_within_each_document():

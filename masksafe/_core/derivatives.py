@@ -172,7 +172,7 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
 
 @jax.custom_jvp
 def masked_in_derivatives(x: Array, where: Array | None) -> Array:
-    """`x` with its masked elements, but with derivatives of 0 for them.
+    """`x` unchanged; only the derivatives by masked elements are replaced by 0.
 
     For a mask of whole rows whose results are selected: to select the elements as well would be one more pass.
     """
@@ -181,7 +181,7 @@ def masked_in_derivatives(x: Array, where: Array | None) -> Array:
 
 @masked_in_derivatives.defjvp
 def _(primals: tuple[Array, Array | None], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
-    return primals[0], selected(tangents[0], primals[1])
+    return masked_in_derivatives(*primals), selected(tangents[0], primals[1])
 
 
 def computed_once(cotangent: Array) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Set
 
 import jax
 
-from masksafe._core import compiler_faults
+from masksafe._core import compiler_faults, switches
 from masksafe._core.arguments import message
 from masksafe._core.typing import Function, Pytree
 
@@ -48,7 +48,7 @@ def public_op(fn: Function) -> Function:
     @functools.wraps(fn)
     def named(*args: Pytree, **kwargs: Pytree) -> Pytree:
         try:
-            with jax.named_scope(scope):
+            with jax.named_scope(scope), switches.finding_nans():
                 results = fn(*args, **kwargs)
                 return results if compiler_faults.fault is None else compiler_faults.told_on_cpu(results)
         except TypeError as error:

@@ -51,7 +51,7 @@ def sums_over_rows(
 ) -> Arrays:
     """The sums of the terms over the unmasked elements of each row; anything in a masked row. Axes keep size 1.
 
-    What is computed from the sums has to be selected, once: for a CPU it is one kernel with them.
+    The caller selects what it computes from the sums, once: XLA's compiler for CPUs makes one kernel of both.
 
     Args:
       terms: a function of the arrays, wide and with 0 under the mask, and of the others, whose results are added up.
@@ -68,7 +68,7 @@ def sums_over_rows(
 
     # XLA's library for CPUs makes kernels of this that write no array, but neither selects nor widens float16.
     is_served = platforms.choices().has_kernel_library and all(x.dtype != jnp.float16 for x in arrays)
-    if not is_served or others or switches.uses_plain_rules() or not masks.masks_rows(where, axes):
+    if not is_served or others or not switches.may_compute_masked_rows() or not masks.masks_rows(where, axes):
         return map_row_blocks(sums, arrays, where, *others, leading=leading_axes(axes))
     return sums([derivatives.masked_in_derivatives(x, where) for x in arrays], None)
 

@@ -23,6 +23,7 @@ _WITHOUT_CHECKIFY = (
 
 
 _forward_mode = jax.make_user_context(default_value=False)
+_finds_nans = jax.make_user_context(default_value=False)
 _from_start = os.environ.get(_VARIABLE) or "off"
 as_choice("masksafe", f"the environment variable {_VARIABLE}", _from_start, LABEL_CHECKS)
 _label_checks = jax.make_user_context(default_value=_from_start)
@@ -156,3 +157,13 @@ def label_check_mode() -> str:
 def uses_plain_rules() -> bool:
     """Whether ops are to be differentiated by JAX's own rules."""
     return bool(_forward_mode.value) or _label_checks.value == "checkify"
+
+
+def finding_nans() -> contextlib.AbstractContextManager[None]:
+    """Context of a call under `jax_debug_nans`, which is no part of JAX's cache key by itself."""
+    return _finds_nans(True) if jax.config.jax_debug_nans else contextlib.nullcontext()  # type: ignore[attr-defined]
+
+
+def may_compute_masked_rows() -> bool:
+    """Whether masked rows may be computed and dropped: JAX must not look at their NaN on the way."""
+    return not (uses_plain_rules() or _finds_nans.value)

@@ -83,7 +83,7 @@ class MaskedMean:
     ) -> MaskedMean:
         r"""The total and the count of an array.
 
-        By sequence or by segment, all with an unmasked token count alike, however long they are, and one without does
+        By sequence or by segment, each one with an unmasked token counts once, however long it is; one without does
         not count:
 
         .. math:: \text{total} = \sum_s \frac{\sum_{i \in s} w_i x_i}{\sum_{i \in s} w_i}, \qquad
@@ -103,12 +103,12 @@ class MaskedMean:
             same number in two sequences makes two segments.
 
         Returns:
-          A total and a count in float32 at least. Without weights, unmasked elements, and of booleans those that are
-          True, are counted as integers, and the counts are then rounded.
+          A total and a count in float32 at least. Without weights the count is that of an integer, and so is the total
+          of booleans; both are then rounded.
 
         Raises:
           TypeError, ValueError: as `masksafe.sum`; and if `segment_ids` are not integers, have another shape, are
-            missing or not needed, or if `by` or `axis` are none of these.
+            missing or not needed, if `by` is none of the three, or if there is an `axis` by sequence or by segment.
 
         Example:
           >>> import jax.numpy as jnp, masksafe

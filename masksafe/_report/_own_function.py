@@ -30,7 +30,8 @@ def load(name: str) -> OwnFunction:
     if not callable(case):
         raise NotACaseError(f"{name}, expected MODULE:FUNCTION; {module} has no function {attribute}")
     made = case()
-    if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0]) and isinstance(made[2], Mapping)):
+    is_case = isinstance(made, tuple) and len(made) == 3 and isinstance(made[1], tuple)
+    if not (is_case and callable(made[0]) and isinstance(made[2], Mapping)):
         expected = "a function, a tuple of its arguments, and a dict from the index of an argument to a mask"
         raise NotACaseError(f"{name}() returned {type(made).__name__}, expected {expected}")
     return made

@@ -188,8 +188,8 @@ def softmax_cross_entropy_with_integer_labels(
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
       with_components: whether to return the z-loss apart.
       class_weights: :math:`w`, non-negative floats `[num_classes]`, split like the classes; None means 1. They have no
-        gradient. A weight of 0 makes the cost of a label 0, even if that is NaN; its class stays in the softmax. A
-        masked class does not, and a label there costs +inf. A mean divides by the sum of the labels' weights, as below.
+        gradient. A label of weight 0 costs 0, even where that is NaN; its class still counts in the softmax. A masked
+        class does not, and a label at it costs +inf. A mean divides by the sum of the labels' weights, as below.
 
     Returns:
       The loss of every row, `[...]`, of the dtype of `logits`, computed in at least float32; with `with_components` a
@@ -197,6 +197,7 @@ def softmax_cross_entropy_with_integer_labels(
 
       * A row that is masked, or has no unmasked class, has loss 0, whatever its label. Masked logits have gradient 0.
       * An unmasked label out of range, or of negative weight, makes loss and gradient of its row NaN, not its z-loss.
+        With label smoothing a negative weight of any unmasked class does so in every row.
       * A label whose class is masked or has a logit of -inf has loss +inf. Logits of only -inf have loss NaN.
       * A NaN or +inf in an unmasked logit makes the gradient of its own row NaN. The loss is NaN too, or +inf
         where the logit +inf belongs to a class other than the label.
@@ -213,8 +214,7 @@ def softmax_cross_entropy_with_integer_labels(
       ...     print(loss(logits, labels, where=mask), loss(logits, labels))
       [0.2761 0.    ] [0.2761    nan]
 
-      The mean with class weights, as torch defines it:
-
+      >>> # The mean with class weights, as torch defines it:
       >>> total = loss(logits, labels, where=mask, class_weights=w).sum()
       >>> mean = masksafe.MaskedMean(total, masksafe.sum(w[labels], where=mask))
       >>> print(f"{mean:.4f}")

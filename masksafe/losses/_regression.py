@@ -323,7 +323,7 @@ def unit_vector(x: Array, axes: Axes) -> Array:
 @jax.custom_jvp
 def _over_norm(x: Array, square: Array, epsilon: Array | float) -> Array:
     """`x` over the root of a square that is at least `epsilon`; 0, with a derivative of 0, where both are 0."""
-    # There `x` is 0. The library of XLA's CPU compiler does not select.
+    # There `x` is 0, or so small that its square is. The library of XLA's CPU compiler does not select.
     return x / jnp.sqrt(jnp.maximum(jnp.maximum(square, epsilon), float(jnp.finfo(square.dtype).tiny)))
 
 
@@ -334,5 +334,4 @@ def _(primals: Arrays, tangents: Arrays) -> tuple[Array, Array]:
         is_zero = square < float(jnp.finfo(square.dtype).tiny)
         return jnp.where(is_zero, 0, x / jnp.sqrt(jnp.where(is_zero, 1, square)))
 
-    value, derivative = jax.jvp(quotient, primals, tangents)
-    return value, derivative
+    return _over_norm(*primals), jax.jvp(quotient, primals, tangents)[1]

@@ -234,7 +234,7 @@ def _squared_logsumexp(axes: tuple[int, ...], logits: Array, where: Array | None
     if any(logits.shape[a] == 0 for a in axes):  # without experts every token is empty
         where = jnp.zeros(logits.shape, bool)
     unmasked_rows = _layout.find_unmasked_rows(where, axes)
-    if masks.masks_rows(where, axes) and not switches.uses_plain_rules():
+    if masks.masks_rows(where, axes) and switches.may_compute_masked_rows():
         logits, where = masked_in_derivatives(logits, where), None
     result = jnp.squeeze(wide_logsumexp(axes, logits, where), axes)
     return jnp.square(masks.selected(result, unmasked_rows)).astype(logits.dtype)

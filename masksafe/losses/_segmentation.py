@@ -272,7 +272,8 @@ def _evaluate(
 ) -> tuple[Array, Array]:
     # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
     unmasked_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
-    if masks_rows(mask, (*axes, -1)) and not switches.uses_plain_rules():
+    is_of_rows = mask is not None and masks_rows(mask, (*axes, -1)) and switches.may_compute_masked_rows()
+    if is_of_rows:  # whose sums are selected: masked elements reach nothing else
         p, t = (widened(masked_in_derivatives(x, mask)) for x in (p, t))
         mask = None
     else:
@@ -280,8 +281,9 @@ def _evaluate(
     if apply_softmax:
         p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, mask)
     p = selected(p, mask)
-    sums = (unfolded.sum_of(x, axes) for x in (p * t, p, t))
-    overlap, sum_p, sum_t = (jnp.where(unmasked_rows, x, 0) for x in sums)
+    overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (p * t, p, t))
+    if is_of_rows:
+        overlap, sum_p, sum_t = (jnp.where(unmasked_rows, x, 0) for x in (overlap, sum_p, sum_t))
     smooth, alpha, beta = weights
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
     unmasked_rows = jnp.broadcast_to(unmasked_rows, union.shape)

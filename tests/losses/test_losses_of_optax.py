@@ -143,7 +143,7 @@ def test_every_name_has_the_parameters_of_optax(name):
         assert (a.name, a.kind, a.default) == (e.name, e.kind, e.default)
     added = actual[len(expected) :]
     assert [p.kind for p in added] == [inspect.Parameter.KEYWORD_ONLY] * len(added)
-    of_labels = ["axis_name", "label_smoothing", "z_loss", "with_components"]
+    of_labels = ["axis_name", "label_smoothing", "z_loss", "with_components", "class_weights"]
     assert [p.name for p in added] in ([], ["where"], of_labels)
 
 
