@@ -105,7 +105,7 @@ def values_of(call, number, dtype, rng):
         are_shares = of_table.min() >= 0 and of_table.max() <= 1
         values = values * (rng.random(shape) < 0.8) if are_shares else values
         values = values if are_shares and "sigmoid" in call.op.name else values * rng.choice([0.1, 1.0, 10.0])
-    return values.astype(jnp.dtype(dtype))
+    return values if values.dtype.kind == "i" else values.astype(jnp.dtype(dtype))
 
 
 def polluted(values, hidden, classes, rng):
