@@ -74,17 +74,17 @@ def integer_label_cases() -> list[Case]:
     too_small, too_large = (f"label {label} of {CLASSES} classes" for label in (-1, CLASSES))
     bad_losses = np.where(is_third, np.nan, losses)
     behind = np.where(is_third, np.nan, np.max(X, 1) - X[np.arange(ROWS), LABELS])
-    live = np.ones(X.shape, bool)
-    live[0, LABELS[0]] = False
+    unmasked = np.ones(X.shape, bool)
+    unmasked[0, LABELS[0]] = False
     remaining = np.where(np.arange(ROWS) == 0, np.inf, losses)
-    masked_class, whole = {"logits": X, "labels": LABELS, "where": live}, np.round(X)
+    masked_class, whole = {"logits": X, "labels": LABELS, "where": unmasked}, np.round(X)
     shifted = {"logits": whole + np.float32(1e5), "labels": LABELS}
     return [
         Case(op, too_small, below, {}, bad_losses),
         Case(op, too_large, above, {}, bad_losses),
         Case("log_probs", too_small, below, {}, -bad_losses),
         Case("multiclass_perceptron_loss", too_large, {"scores": X, "labels": above["labels"]}, {}, behind),
-        Case(op, "label at a masked class", masked_class, {"logits": ~live}, remaining),
+        Case(op, "label at a masked class", masked_class, {"logits": ~unmasked}, remaining),
         Case(op, "offset of 1e5", shifted, {}, cross_entropy(whole, LABELS)),
     ]
 

@@ -6,7 +6,7 @@ its place, which JAX differentiates to any order and in both modes.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import jax
@@ -15,10 +15,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import platforms
 from masksafe._core.linear import nan_unless_zero
-from masksafe._core.masks import selected
+from masksafe._core.masks import masks_rows, selected
 from masksafe._core.sharding import Shardings, are_whole, vary_alike, zeros_of_types
-from masksafe._core.switches import uses_plain_rules
-from masksafe._core.typing import Array, Function, Pytree, Tree, jitted
+from masksafe._core.switches import may_compute_masked_rows, uses_plain_rules
+from masksafe._core.typing import Array, Axes, Function, Pytree, Tree, jitted
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -170,18 +170,25 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return x, jnp.where(jnp.isnan(x), nan_unless_zero(d_x), d_x)
 
 
-@jax.custom_jvp
-def masked_in_derivatives(x: Array, where: Array | None) -> Array:
-    """`x` unchanged; only the derivatives by masked elements are replaced by 0.
+def without_mask_of_rows(where: Array | None, axes: Axes, *arrays: Array) -> tuple[Sequence[Array], Array | None]:
+    """The arrays, and the mask by which to select their elements; a mask of rows, which lie along `axes`, needs none.
 
-    For a mask of whole rows whose results are selected: to select the elements as well would be one more pass.
+    The caller selects the results of masked rows. To select the elements as well would be one more pass.
     """
+    if where is None or not masks_rows(where, axes) or not may_compute_masked_rows():
+        return arrays, where
+    return [_masked_in_derivatives(x, where) for x in arrays], None
+
+
+@jax.custom_jvp
+def _masked_in_derivatives(x: Array, where: Array) -> Array:
+    """`x` unchanged; only the derivatives by masked elements are replaced by 0."""
     return x
 
 
-@masked_in_derivatives.defjvp
-def _(primals: tuple[Array, Array | None], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
-    return masked_in_derivatives(*primals), selected(tangents[0], primals[1])
+@_masked_in_derivatives.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
+    return _masked_in_derivatives(*primals), selected(tangents[0], primals[1])
 
 
 def computed_once(cotangent: Array) -> Array:

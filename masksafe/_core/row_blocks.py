@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import derivatives, masks, per_device, platforms, precision, sharding, switches, tiles, unfolded
+from masksafe._core import derivatives, masks, per_device, platforms, precision, sharding, tiles, unfolded
 from masksafe._core.typing import Array, Arrays, Axes, DType, Pytree, Tree
 
 
@@ -54,7 +54,8 @@ def sums_over_rows(
     The caller selects what it computes from the sums, once: XLA's compiler for CPUs makes one kernel of both.
 
     Args:
-      terms: a function of the arrays, wide and with 0 under the mask, and of the others, whose results are added up.
+      terms: a function of the arrays, wide and with 0 for the masked elements of unmasked rows, and of the others. Its
+        results are added up.
       arrays: arrays of one shape.
       where: a mask of their rank.
       axes: those along which the elements of a row lie.
@@ -67,10 +68,11 @@ def sums_over_rows(
         return tuple(unfolded.sum_of(term, row_axes, keepdims=True) for term in terms(*wide, *others))
 
     # XLA's library for CPUs makes kernels of this that write no array, but neither selects nor widens float16.
-    is_served = platforms.choices().has_kernel_library and all(x.dtype != jnp.float16 for x in arrays)
-    if not is_served or others or not switches.may_compute_masked_rows() or not masks.masks_rows(where, axes):
-        return map_row_blocks(sums, arrays, where, *others, leading=leading_axes(axes))
-    return sums([derivatives.masked_in_derivatives(x, where) for x in arrays], None)
+    if platforms.choices().has_kernel_library and not others and all(x.dtype != jnp.float16 for x in arrays):
+        arrays, where = derivatives.without_mask_of_rows(where, axes, *arrays)
+        if where is None:
+            return sums(arrays, None)
+    return map_row_blocks(sums, arrays, where, *others, leading=leading_axes(axes))
 
 
 def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, args: Pytree) -> Pytree:

@@ -91,10 +91,8 @@ def _all_cases() -> list[Case]:
     truth = np.eye(4, dtype=np.float32)[RNG.integers(4, size=(2, 3))]
     images = {"predictions": floats(2, 3, 4), "targets": truth}
     multiclass = "multiclass_hinge_loss multiclass_perceptron_loss multiclass_sparsemax_loss"
-    linear, segments = (
-        "linear_softmax_cross_entropy linear_log_probs",
-        {"data": X, "segment_ids": np.array([0, 2, 2, 0])},
-    )
+    linear = "linear_softmax_cross_entropy linear_log_probs"
+    segments = {"data": X, "segment_ids": np.array([0, 2, 2, 0])}
     layers: Inputs = {"kernel": KERNEL, "target_kernel": TARGET_KERNEL}
     experts: Inputs = {"rhs": floats(3, CLASSES, 2), "group_sizes": np.array([2, 0, 1])}
     attention = {name: floats(1, 3, 1, 4) for name in ("query", "key", "value")}

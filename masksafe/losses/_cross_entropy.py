@@ -253,15 +253,15 @@ def _weighted_by_labels(
     axes: Axes, axis_name: str | None, losses: Array, inputs: Labelled, class_weights: Array
 ) -> Array:
     """The losses `[...]` times the weights of their labels' classes; those at a masked class stay as they are."""
-    _, labels, left = inputs.rows(axes)
-    if left is not None and not masks_rows(left, (-1,)):
-        devices, number = sharding.Devices(axis_name), left.shape[-1]
+    _, labels, unmasked = inputs.rows(axes)
+    if unmasked is not None and not masks_rows(unmasked, (-1,)):
+        devices, number = sharding.Devices(axis_name), unmasked.shape[-1]
         here = devices.local(labels, number)
         is_here = is_class(here, number)
-        left = devices.any(is_here & elements_at(left, jnp.where(is_here, here, 0)))
-    left = None if left is None else left.squeeze(-1)
+        unmasked = devices.any(is_here & elements_at(unmasked, jnp.where(is_here, here, 0)))
+    unmasked = None if unmasked is None else unmasked.squeeze(-1)
     class_weights = _arguments.cleaned_class_weights(class_weights)
-    weights = _arguments.weights_of_labels(class_weights, inputs.labels, left, axis_name)
+    weights = _arguments.weights_of_labels(class_weights, inputs.labels, unmasked, axis_name)
     return _arguments.weighted_losses(losses, weights.astype(losses.dtype))
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, per_device, sharding, switches, unfolded
-from masksafe._core.derivatives import masked_in_derivatives
+from masksafe._core.derivatives import without_mask_of_rows
 from masksafe._core.labels import at_label, nan_unless
 from masksafe._core.moments import nonzero_divisor
 from masksafe._core.precision import wide_dtype, widened
@@ -234,7 +234,6 @@ def _squared_logsumexp(axes: tuple[int, ...], logits: Array, where: Array | None
     if any(logits.shape[a] == 0 for a in axes):  # without experts every token is empty
         where = jnp.zeros(logits.shape, bool)
     unmasked_rows = _layout.find_unmasked_rows(where, axes)
-    if masks.masks_rows(where, axes) and switches.may_compute_masked_rows():
-        logits, where = masked_in_derivatives(logits, where), None
+    (logits,), where = without_mask_of_rows(where, axes, logits)
     result = jnp.squeeze(wide_logsumexp(axes, logits, where), axes)
     return jnp.square(masks.selected(result, unmasked_rows)).astype(logits.dtype)

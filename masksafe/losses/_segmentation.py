@@ -5,11 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from masksafe._core import label_checks, switches, unfolded
+from masksafe._core import label_checks, unfolded
 from masksafe._core.arguments import as_array, as_bool, as_choice, as_float_array, canonical_axes, message
-from masksafe._core.derivatives import masked_in_derivatives
-from masksafe._core.masks import masks_rows, read_mask, selected
-from masksafe._core.precision import widened
+from masksafe._core.derivatives import without_mask_of_rows
+from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, Axes, Axis, DType, LossReduction, jitted
 from masksafe._reductions import mean
@@ -272,17 +271,13 @@ def _evaluate(
 ) -> tuple[Array, Array]:
     # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
     unmasked_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
-    is_of_rows = mask is not None and masks_rows(mask, (*axes, -1)) and switches.may_compute_masked_rows()
-    if is_of_rows:  # whose sums are selected: masked elements reach nothing else
-        p, t = (widened(masked_in_derivatives(x, mask)) for x in (p, t))
-        mask = None
-    else:
-        p, t = wide_selected(p, mask), wide_selected(t, mask)
+    (p, t), of_pixels = without_mask_of_rows(mask, (*axes, -1), p, t)
+    p, t = wide_selected(p, of_pixels), wide_selected(t, of_pixels)
     if apply_softmax:
-        p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, mask)
-    p = selected(p, mask)
+        p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, of_pixels)
+    p = selected(p, of_pixels)
     overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (p * t, p, t))
-    if is_of_rows:
+    if of_pixels is not mask:
         overlap, sum_p, sum_t = (jnp.where(unmasked_rows, x, 0) for x in (overlap, sum_p, sum_t))
     smooth, alpha, beta = weights
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth

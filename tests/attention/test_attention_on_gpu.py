@@ -11,7 +11,7 @@ from comparisons import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
-B, T, N, K, H = SIZES = 2, 128, 4, 2, 64
+B, T, N, K, H = 2, 128, 4, 2, 64
 KEYS = np.random.default_rng(0).random((B, 1, 1, T)) < 0.6
 KEYS[1] = False
 PAIRS = np.random.default_rng(1).random((B, N, T, T)) < 0.4

@@ -250,7 +250,3 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 def assert_is_nothing(actual: Any, nothing: float = 0) -> None:
     """Of a row with nothing left: the number itself, and no -0 for 0."""
     jax.tree.map(lambda a: assert_same_bits(a, np.full_like(a, nothing)), actual)
-
-
-def as_jax(tree: Any) -> Any:
-    return jax.tree.map(jnp.asarray, tree)

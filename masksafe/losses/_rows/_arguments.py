@@ -62,11 +62,11 @@ def not_negative(weights: Array) -> Array:
     return jnp.where(weights < 0, jnp.nan, weights)
 
 
-def weights_of_labels(class_weights: Array, labels: Array, left: Array | None, axis_name: AxisName) -> Array:
-    """The weight of the class of each label; 1 for a label that is not left, or out of range: its loss must show."""
-    is_left = is_class(labels, class_weights.size * Devices(axis_name).size)
-    is_left = is_left if left is None else is_left & left
-    return jnp.where(is_left, at_labels(class_weights, labels, axis_name), 1)
+def weights_of_labels(class_weights: Array, labels: Array, unmasked: Array | None, axis_name: AxisName) -> Array:
+    """The weight of the class of each label; 1 for a masked label, or one out of range: its loss must show."""
+    has_weight = is_class(labels, class_weights.size * Devices(axis_name).size)
+    has_weight = has_weight if unmasked is None else has_weight & unmasked
+    return jnp.where(has_weight, at_labels(class_weights, labels, axis_name), 1)
 
 
 def weighted_losses(losses: Array, weights: Array) -> Array:
