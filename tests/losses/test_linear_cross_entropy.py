@@ -66,10 +66,14 @@ def test_is_cross_entropy_of_torch(label_smoothing):
 # Weights. What has no weight is gone, and nothing else.
 
 
-def test_a_weight_of_0_has_no_gradient():
-    weights, everything = np.where(MASK, WEIGHTS, 0), {"labels": LABELS, **OPTIONS}
-    loss = lambda w: linear_softmax_cross_entropy(FEATURES, KERNEL, weights=w, **everything)  # noqa: E731
-    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(weights) == 0, ~MASK)
+def test_a_weight_of_0_and_weights_of_classes_have_no_gradient():
+    def loss(weights, class_weights):
+        options = {"labels": LABELS, "weights": weights, "class_weights": class_weights, **OPTIONS}
+        return linear_softmax_cross_entropy(FEATURES, KERNEL, **options)
+
+    of_tokens, of_classes = jax.jit(jax.grad(loss, (0, 1)))(np.where(MASK, WEIGHTS, 0), CLASS_WEIGHTS)
+    np.testing.assert_array_equal(of_tokens == 0, ~MASK)
+    assert not of_classes.any()
 
 
 def test_negative_and_nan_weights_are_nan(platform):
@@ -120,19 +124,13 @@ def test_a_bias_that_is_infinite_in_the_dtype_of_the_logits_excludes_its_class_f
     np.testing.assert_array_equal(found[0], found[1])
 
 
-def test_gradients_do_not_flow_to_class_weights():
-    loss = lambda w: linear_softmax_cross_entropy(FEATURES, KERNEL, LABELS, class_weights=w, **OPTIONS)  # noqa: E731
-    assert not jax.jit(jax.grad(loss))(CLASS_WEIGHTS).any()
-
-
 def test_a_label_out_of_range_is_nan_with_any_weights(platform):
     labels = np.where(BAD, -100, LABELS)
     of = functools.partial(linear_softmax_cross_entropy, class_weights=np.zeros(CLASSES), reduction="none")
     np.testing.assert_array_equal(np.isnan(jax.jit(of)(FEATURES, KERNEL, labels)), BAD)
 
 
-@pytest.mark.forms
-@in_turn(("size", "reduction"), [], [(1e4, "mean"), (1e-6, "sum"), (1e-6, "mean"), (1e4, "none")])
+@in_turn(("size", "reduction"), [], [(1e4, "mean"), (1e-6, "sum"), (1e4, "none")])
 def test_float16_gradients_with_large_and_small_weights(platform, size, reduction):
     args = [jnp.asarray(a, "float16") for a in (FEATURES, KERNEL)]
 
@@ -149,8 +147,7 @@ def test_float16_gradients_with_large_and_small_weights(platform, size, reductio
     assert_close(actual, desired, rtol=1e-2, atol=2e-5)
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("dtype", ["int32", "float16", "bool", "a row", "a number"])
+@pytest.mark.parametrize("dtype", ["a row", "int32", "bool", "a number"])
 def test_weights_of_any_dtype_and_shape_that_broadcasts(dtype):
     whole, of_shape = np.abs(np.round(WEIGHTS)).reshape(4, 10), {"a row": WEIGHTS[:4, None], "a number": 3.0}
     weights = of_shape[dtype] if dtype in of_shape else whole.astype(dtype)
@@ -243,7 +240,6 @@ def test_a_last_tile_that_is_smaller(choose, classes):
 def test_sizes_elsewhere(choose):
     """Blocks and tiles that divide tokens and classes, and others."""
     of = functools.partial(sizes_in_tiles, block_size=None)
-    assert [of(4096, 1024, 32768, masked=masked) for masked in (False, True)] == [(4096, 8192), (2048, 32768)]
     assert [of(16384, 4096, 2**17, masked=masked) for masked in (False, True)] == [(16384, 8192), (8192, 32768)]
     assert of(4096, 1024, 50257, masked=False) == (4096, 7296)
     assert of(300, 64, 1000, masked=True) == (300, 1000)
@@ -257,12 +253,11 @@ def test_sizes_elsewhere(choose):
 def test_no_block_is_nearly_empty():
     """One token more than two blocks hold makes three that are even: a block costs the same however few it holds."""
     tokens, size = 1031, 515  # a prime number
-    live = jnp.ones(tokens, bool)
-    for packed in (
-        Packed.of(tokens, None, size),
-        Packed.of(tokens, live, size),
-        Packed.in_place(live, size),
-    ):
-        assert tokens <= packed.length < tokens + 3
-        assert packed.size <= size
+
+    def check(live):
+        for packed in (Packed.of(tokens, None, size), Packed.of(tokens, live, size), Packed.in_place(live, size)):
+            assert tokens <= packed.length < tokens + 3
+            assert packed.size <= size
+
+    jax.eval_shape(check, jnp.ones(tokens, bool))
     assert Packed.of(1030, None, size).order is None  # two blocks, with no token moved
