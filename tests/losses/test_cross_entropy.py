@@ -240,20 +240,6 @@ def test_narrow_labels_of_more_classes_than_they_can_count():
 
 
 @pytest.mark.parametrize(
-    ("logits_dtype", "labels_dtype"),
-    [("bfloat16", "float32"), ("float16", "bfloat16"), ("float32", "bool"), ("bfloat16", "int32")],
-)
-def test_mixed_dtypes_give_those_of_optax_and_are_rounded_once(logits_dtype, labels_dtype, blocks):
-    logits = LOGITS.astype(logits_dtype)
-    labels = (SHARES[LABELS] if labels_dtype in ("int32", "bool") else np.asarray(TARGETS)).astype(labels_dtype)
-    of_both = jax.jit(lambda x, *ys: [fn(x, y) for (fn, _), y in zip(BOTH, ys, strict=True)])
-    for out, (_, peer), y in zip(of_both(logits, LABELS, labels), BOTH, (LABELS, labels), strict=True):
-        assert out.dtype == jax.eval_shape(peer, logits, y).dtype
-        exact = reference(logits, y if y is LABELS else np.asarray(y, float))[0]
-        np.testing.assert_allclose(np.asarray(out, float), exact, rtol=0.5 * float(jnp.finfo(out.dtype).eps) + 1e-6)
-
-
-@pytest.mark.parametrize(
     ("dtype", "where", "temperature"),
     [("bfloat16", CLASSES, 0.7), ("float32", ROWS, 1.0), ("float16", CLASSES, 3.0), ("float32", None, 1e-4)],
 )

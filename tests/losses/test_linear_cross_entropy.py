@@ -1,4 +1,4 @@
-"""What the linear cross-entropy has of its own: weights of tokens and of classes, a z-loss, tiles; and torch's."""
+"""What the linear cross-entropy has of its own: weights of tokens and of classes, a z-loss, tiles."""
 
 import functools
 
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import assert_close
-from jax.experimental import checkify
 from linear_cases import (
     BAD,
     BIAS,
@@ -31,36 +30,10 @@ from linear_cases import (
     use_platform,
 )
 
-import masksafe
 from masksafe.losses import linear_softmax_cross_entropy
-from masksafe.losses._rows._block_sizes import sizes_in_tiles
 from masksafe.losses._rows._packing import Packed
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
-
-
-@pytest.mark.parametrize("label_smoothing", [0.2, 0.0])
-def test_is_cross_entropy_of_torch(label_smoothing):
-    torch = pytest.importorskip("torch")
-    labels = np.where(MASK, LABELS, -100)
-    options = {"label_smoothing": label_smoothing}
-
-    @jax.jit
-    def all_of(features):
-        of = functools.partial(linear_softmax_cross_entropy, where=MASK, class_weights=CLASS_WEIGHTS, **options)
-        values = [of(features, KERNEL, labels, reduction=reduction) for reduction in REDUCTIONS]
-        total = lambda features, r: jnp.sum(of(features, KERNEL, labels, reduction=r))  # noqa: E731
-        return values, [jax.grad(total)(features, r) for r in REDUCTIONS]
-
-    with jax.enable_x64(True):
-        values, gradients = all_of(FEATURES)
-    for reduction, value, gradient in zip(REDUCTIONS, values, gradients, strict=True):
-        features, weight = torch.tensor(FEATURES, requires_grad=True), torch.tensor(CLASS_WEIGHTS)
-        of = functools.partial(torch.nn.functional.cross_entropy, weight=weight, ignore_index=-100, **options)
-        desired = of(features @ torch.tensor(KERNEL), torch.tensor(labels), reduction=reduction)
-        desired.sum().backward()
-        np.testing.assert_allclose(value, desired.detach().numpy(), rtol=1e-11)
-        np.testing.assert_allclose(gradient, features.grad.numpy(), rtol=1e-10, atol=1e-13)
 
 
 # Weights. What has no weight is gone, and nothing else.
@@ -188,10 +161,6 @@ def test_a_label_out_of_range_leaves_the_z_loss(platform, reduction):
     (_, (_, desired)), desired_gradient = step(np.float32(FEATURES), LABELS)
     assert_close((actual, gradient), (desired, desired_gradient), rtol=2e-5, atol=1e-6)
     np.testing.assert_array_equal(np.isnan(cross_entropy), BAD if reduction == "none" else True)
-    with masksafe.label_checks("checkify"):
-        error, (_, parts) = jax.jit(checkify.checkify(z_loss))(np.float32(FEATURES), labels)
-    assert "1 of 40 labels" in error.get()
-    assert [np.isnan(part).any() for part in parts] == [True, False]
 
 
 # Numbers.
@@ -235,19 +204,6 @@ def test_a_last_tile_that_is_smaller(choose, classes):
             use_platform(choose, platform)
             found.append(jax.jit(jax.value_and_grad(total_of(outputs_of, CROSS_ENTROPY, **given)))(floats))
     assert_close(*found, rtol=1e-11, atol=1e-12)
-
-
-def test_sizes_elsewhere(choose):
-    """Blocks and tiles that divide tokens and classes, and others."""
-    of = functools.partial(sizes_in_tiles, block_size=None)
-    assert [of(16384, 4096, 2**17, masked=masked) for masked in (False, True)] == [(16384, 8192), (8192, 32768)]
-    assert of(4096, 1024, 50257, masked=False) == (4096, 7296)
-    assert of(300, 64, 1000, masked=True) == (300, 1000)
-    use_platform(choose, "elsewhere")
-    of = functools.partial(sizes_in_tiles, TOKENS, 6)
-    sizes = [of(24, block, masked) for block in (None, 9) for masked in (False, True)]
-    assert sizes == [(14, 6), (10, 12), (9, 8), (9, 12)]
-    assert [of(23, block, masked=True) for block in (None, 200)] == [(10, 12), (40, 5)]
 
 
 def test_no_block_is_nearly_empty():

@@ -1,7 +1,6 @@
 """batch_norm, group_norm and l2_normalize: batches over devices, axes, groups, digits, peers."""
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,15 +99,6 @@ def test_batch_norm_of_channels_on_several_axes():
     np.testing.assert_allclose(flat(y), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_batch_norm_is_that_of_flax():
-    layer = nn.BatchNorm(use_running_average=False, momentum=0.0, use_fast_variance=False)
-    variables = {"params": {"scale": SCALE, "bias": BIAS}, "batch_stats": {"mean": np.zeros(6), "var": np.ones(6)}}
-    y, updated = layer.apply(variables, X, mutable="batch_stats")
-    actual = masksafe.batch_norm(X, SCALE, BIAS)
-    expected = (y, updated["batch_stats"]["mean"], updated["batch_stats"]["var"])
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["batch_norm", "group_norm"])
 def test_digits_survive_a_large_mean_and_equal_elements(name):
     groups = {"num_groups": 3} if name == "group_norm" else {}
@@ -129,7 +119,6 @@ def test_digits_survive_a_large_mean_and_equal_elements(name):
 # Group norm.
 
 
-@pytest.mark.forms
 def test_groups_of_channels_that_a_mesh_splits():
     x = np.random.default_rng(0).normal(size=(3, 2, 8)).astype(np.float32)
     mesh = jax.make_mesh((4,), ("channels",), axis_types=(AxisType.Explicit,))
@@ -139,25 +128,19 @@ def test_groups_of_channels_that_a_mesh_splits():
     np.testing.assert_allclose(actual, masksafe.group_norm(x, 2), rtol=1e-4, atol=1e-5)
 
 
-def test_group_norm_is_that_of_flax_for_channels_first_as_well():
-    layer = nn.GroupNorm(num_groups=3, epsilon=1e-6, use_fast_variance=False)
-    expected = layer.apply({"params": {"scale": SCALE, "bias": BIAS}}, X)
-    channels_first = jax.jit(lambda x: masksafe.group_norm(x, 3, SCALE, BIAS, axis=1))(np.moveaxis(X, -1, 1))
-    np.testing.assert_allclose(np.moveaxis(channels_first, 1, -1), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(3, 0), (3, 4, 0), (0, 4), (0, 3, 4), (3, 0, 4)])
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3, 4), (3, 0, 4)])
 def test_group_norm_of_no_elements(shape):
     out, gradient = jax.value_and_grad(lambda x: jnp.sum(masksafe.group_norm(x, 2)))(jnp.ones(shape))
     assert out == 0
     assert gradient.shape == shape
 
 
-@pytest.mark.forms
-def test_group_norm_of_one_sample_and_of_instances():
+def test_group_norm_of_one_sample_channels_first_and_instances():
     expected = masksafe.group_norm(X, 3, SCALE, BIAS)
     of_one_sample = masksafe.group_norm(np.moveaxis(X[0], -1, 0), 3, SCALE, BIAS, axis=0)
     np.testing.assert_allclose(np.moveaxis(of_one_sample, 0, -1), expected[0], rtol=1e-4, atol=1e-5)
+    channels_first = masksafe.group_norm(np.moveaxis(X, -1, 1), 3, SCALE, BIAS, axis=1)
+    np.testing.assert_allclose(np.moveaxis(channels_first, 1, -1), expected, rtol=1e-4, atol=1e-5)
     of_channels = masksafe.group_norm(X, 6, where=WHERE)
     np.testing.assert_allclose(of_channels, masksafe.standardize(X, 1, None, None, 1e-6, WHERE), rtol=1e-4, atol=1e-5)
 
@@ -179,13 +162,6 @@ def test_length_of_zeros_and_below_epsilon():
     value, gradient = jax.value_and_grad(lambda x: jnp.sum(masksafe.l2_normalize(x, epsilon=2.0)))(x)
     np.testing.assert_allclose(value, 0.35, rtol=1e-6)
     np.testing.assert_allclose(gradient, 0.5, rtol=1e-6)
-
-
-def test_length_along_several_axes():
-    expected = np.where(
-        WHERE, X / np.maximum(np.sqrt((np.where(WHERE, X, 0) ** 2).sum((0, 2), keepdims=True)), 1e-9), 0
-    )
-    np.testing.assert_allclose(masksafe.l2_normalize(X, (0, 2), WHERE), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
