@@ -94,18 +94,18 @@ def exact(logits, labels):
 # Shapes and masks.
 
 
-def test_masked_gradients_are_zero_whatever_the_cotangents_of_their_rows():
+@pytest.mark.parametrize("loss", [soft, with_entropy])
+def test_masked_gradients_are_zero_whatever_the_cotangents_of_their_rows(loss):
     """The square root of a masked loss has one that is infinite."""
-    labels = CLASSES.argmax(-1)
+    labels = TARGETS if loss is soft else CLASSES.argmax(-1)
 
     @jax.jit
-    def gradients(x, t, where, d):
-        of_both = jax.vjp(lambda x: with_entropy(x, labels, where=where), x)[1]((d, d))
-        return *of_both, *jax.vjp(lambda *a: soft(*a, where=where), x, t)[1](d)
+    def gradient(x, d):
+        out, pull_back = jax.vjp(lambda x: loss(x, labels, where=CLASSES), x)
+        return pull_back(jax.tree.map(lambda _: d, out))[0]
 
     for cotangent in (INF, -INF, NAN):
-        for gradient in gradients(LOGITS, TARGETS, CLASSES, jnp.full(4, cotangent)):
-            np.testing.assert_array_equal(gradient[~CLASSES], 0)
+        np.testing.assert_array_equal(gradient(LOGITS, jnp.full(4, cotangent))[~CLASSES], 0)
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 3), (1,), (2, 1)])
@@ -119,30 +119,26 @@ def test_where_there_is_no_other_class_or_no_row_all_is_zero(shape):
 
 @pytest.mark.parametrize("axis", [(2, 0), 1, (0, -1), (2, 1, 0)])
 @pytest.mark.parametrize("masked", ["classes", "rows"])
-def test_any_axes_are_those_of_optax(axis, masked):
-    shape = (3, 4, 5)
+def test_any_axes_are_as_the_last_one(axis, masked):
+    shape, rng = (3, 4, 5), np.random.default_rng(0)
     axes = tuple(a % 3 for a in (axis if isinstance(axis, tuple) else (axis,)))
     rows = tuple(n for i, n in enumerate(shape) if i not in axes)
-    classes_last = lambda x: np.moveaxis(x, axes, range(-len(axes), 0)).reshape(*rows, -1)  # noqa: E731
-    rng = np.random.default_rng(0)
+    classes_last = lambda x: jnp.moveaxis(x, axes, range(-len(axes), 0)).reshape(*rows, -1)  # noqa: E731
     logits, targets = rng.normal(size=shape).astype(np.float32), rng.random(shape).astype(np.float32) + 0.05
     where = {"rows": rng.random(rows) < 0.5, "classes": rng.random(shape) < 0.7}[masked]
-    mask = classes_last(where) if masked == "classes" else where[..., None]
-    number = np.prod([shape[a] for a in axes])
-    # At a masked class optax is wrong.
-    labels = rng.integers(number, size=rows) if masked == "rows" else mask.argmax(-1)
+    mask = np.asarray(classes_last(where)) if masked == "classes" else where[..., None]
+    labels = np.broadcast_to(mask, classes_last(logits).shape).argmax(-1)
 
     @jax.jit
     def all_of(logits):
-        step = lambda fn, y: (fn(logits, y, axis, where), grad(lambda x: fn(x, y, axis, where), logits))  # noqa: E731
-        of_optax = [(step(f, y), step(g, y)) for (f, g), y in zip(BOTH, (labels, targets), strict=True)]
-        return of_optax, with_entropy(logits, labels, axis, where=where)
+        step = lambda fn, *a: jax.value_and_grad(lambda x: jnp.sum(jnp.cos(fn(x, *a[:-1], where=a[-1]))))(logits)  # noqa: E731
+        last = lambda fn: lambda x, y, where: fn(classes_last(x), y, where=where)  # noqa: E731
+        return [(step(fn, y, axis, where), step(last(fn), z, mask)) for fn, y, z in (
+            (integer, labels, labels), (soft, targets, classes_last(targets)), (log_probs, labels, labels)
+        )]  # fmt: skip
 
-    of_optax, of_log_probs = all_of(logits)
-    for ours, theirs in of_optax:
-        chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    loss, entropy, *_ = reference(classes_last(logits), labels, mask)
-    chex.assert_trees_all_close(of_log_probs, (-loss, entropy), rtol=1e-5, atol=1e-6)
+    for actual, expected in all_of(logits):
+        chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 # Nothing is hidden, and what is replaced is gone.
@@ -159,32 +155,33 @@ def test_a_bad_logit_has_a_bad_gradient_in_its_own_row_only(blocks):
     )
 
 
-def test_row_whose_loss_is_selected_away_gets_no_gradient():
+@pytest.mark.parametrize("loss", [integer, with_entropy])
+def test_row_whose_loss_is_selected_away_gets_no_gradient(loss):
     """The way people mask without `where`: jnp.where behind the loss, over padded labels. Nor is it in the Hessian."""
-    labels, logits, targets = (np.array(x) for x in (LABELS, LOGITS, TARGETS))
-    labels[1], targets[1] = -100, 0.5
+    labels, logits = np.array(LABELS), np.array(LOGITS)
+    labels[1] = -100
     kept = labels >= 0
 
-    def total(fn, *args):
-        return sum(jnp.where(kept, result, 0).sum() for result in jax.tree.leaves(fn(*args)))
-
     @jax.jit
-    def all_of(logits, targets):
-        of_integer = jax.grad(lambda x: total(integer, x, labels))
-        expected = grad(lambda x: integer(x, labels, where=kept), logits)
-        product = jax.jvp(of_integer, (logits,), (jnp.cos(LOGITS),))[1]
-        of_both = jax.grad(lambda x: total(with_entropy, x, labels))(logits)
-        ruled_out = jnp.where(jnp.arange(28).reshape(4, 7) == 7, -INF, logits)
-        of_targets = jax.grad(lambda t: total(soft, ruled_out, t))(targets)
-        return of_integer(logits), expected, (product, of_both), of_targets
+    def all_of(logits):
+        total = lambda x: sum(jnp.where(kept, y, 0).sum() for y in jax.tree.leaves(loss(x, labels)))  # noqa: E731
+        expected = jax.grad(lambda x: sum(map(jnp.sum, jax.tree.leaves(loss(x, labels, where=kept)))))(logits)
+        return jax.grad(total)(logits), expected, jax.jvp(jax.grad(total), (logits,), (jnp.cos(LOGITS),))[1]
 
     for bad in (NAN, INF):
         logits[1, 3] = bad
-        gradient, expected, others, of_targets = all_of(logits, targets)
+        gradient, expected, product = all_of(logits)
         np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
-        assert all(np.isfinite(x).all() for x in others)
-        for x in (gradient, *others, of_targets):
-            np.testing.assert_array_equal(x[1], 0)
+        assert np.isfinite(product).all()
+        assert not gradient[1].any()
+        assert not product[1].any()
+
+
+def test_labels_of_a_row_whose_loss_is_selected_away_get_no_gradient():
+    kept, logits = np.arange(4) != 1, LOGITS.at[1, 0].set(-INF)
+    of_targets = jax.jit(jax.grad(lambda t, x: jnp.where(kept, soft(x, t), 0).sum()))
+    for bad in (0, NAN, INF):
+        assert not of_targets(TARGETS, logits.at[1, 3].set(bad))[1].any()
 
 
 def out_of_range(dtype):
@@ -352,33 +349,27 @@ def test_absent_class_with_a_logit_of_minus_infinity_is_fine(blocks):
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_labels_of_0_need_no_probabilities(blocks, masked):
+@pytest.mark.parametrize("loss", [poly_loss_cross_entropy, soft])
+def test_labels_of_0_need_no_probabilities(blocks, loss, masked):
     """Logits of only -inf have none: with labels of 0 the loss is 0, with others NaN."""
     logits = np.where(np.arange(4)[:, None] % 2 == 0, -INF, LOGITS).astype(np.float32)
-    labels = np.where(np.arange(4)[:, None] < 2, 0, TARGETS)
-    where = jnp.asarray(np.arange(7) != 3)[None] if masked else None
-    losses = {
-        "soft": functools.partial(soft, where=where),
-        "poly": functools.partial(poly_loss_cross_entropy, where=where),
-    }
+    labels, directions = np.where(np.arange(4)[:, None] < 2, 0, TARGETS), jnp.cos(LOGITS)
+    loss = functools.partial(loss, where=jnp.asarray(np.arange(7) != 3)[None] if masked else None)
 
     @jax.jit
     def all_of(logits, labels):
-        def derivatives(loss):
-            gradient = lambda x: jax.grad(lambda *a: loss(*a).sum(), (0, 1))(x, labels)  # noqa: E731
-            with masksafe.forward_mode():
-                value, along = jax.jvp(lambda x: loss(x, labels), (logits,), (jnp.cos(LOGITS),))
-            return value, along, *gradient(logits), jax.jvp(gradient, (logits,), (jnp.cos(LOGITS),))[1][0]
+        gradient = lambda x: jax.grad(lambda *a: loss(*a).sum(), (0, 1))(x, labels)  # noqa: E731
+        with masksafe.forward_mode():
+            value, along = jax.jvp(lambda x: loss(x, labels), (logits,), (directions,))
+        return value, along, *gradient(logits), jax.jvp(gradient, (logits,), (directions,))[1][0]
 
-        return jax.tree.map(derivatives, losses)
-
-    for value, *derivatives, of_labels, second in all_of(logits, labels).values():
-        np.testing.assert_array_equal(value[:2], 0)
-        np.testing.assert_array_equal(np.isnan(value), [False, False, True, False])
-        for x in (*derivatives, second):
-            assert not np.asarray(x)[:2].any()
-            np.testing.assert_array_equal(np.isnan(x.reshape(4, -1)).any(1), [False, False, True, False])
-        assert np.isfinite(of_labels[:2]).all()
+    value, along, of_logits, of_labels, second = all_of(logits, labels)
+    np.testing.assert_array_equal(value[:2], 0)
+    np.testing.assert_array_equal(np.isnan(value), [False, False, True, False])
+    for x in (along, of_logits, second):
+        assert not np.asarray(x)[:2].any()
+        np.testing.assert_array_equal(np.isnan(x.reshape(4, -1)).any(1), [False, False, True, False])
+    assert np.isfinite(of_labels[:2]).all()
 
 
 # Programs.
@@ -469,15 +460,17 @@ def test_a_class_of_weight_0_stays_in_the_softmax_and_a_masked_one_does_not(bloc
 
     @jax.jit
     def step(where):
-        loss, reverse = jax.vjp(lambda x: integer(x, labels, where=where, class_weights=CLASS_WEIGHTS), logits)
+        of = lambda x, weights: integer(x, labels, where=where, class_weights=weights)  # noqa: E731
+        loss, reverse = jax.vjp(of, logits, CLASS_WEIGHTS)
         return loss, *reverse(jnp.ones(4))
 
-    loss, gradient = step(np.ones((1, 7), bool))
+    loss, gradient, of_weights = step(np.ones((1, 7), bool))
+    assert not of_weights.any()
     np.testing.assert_allclose(loss, [0, 0, NAN, reference(LOGITS[3], 2)[0]], rtol=1e-6)
     assert not gradient[:2].any()
     assert jnp.isnan(gradient[2]).all()
     assert gradient[3, 4] > 0
-    loss, gradient = step(~unweighted[None])
+    loss, gradient, _ = step(~unweighted[None])
     np.testing.assert_allclose(loss, [INF, INF, NAN, reference(LOGITS[3], 2, ~unweighted)[0]], rtol=1e-6)
     assert not gradient[jnp.array([0, 1, 3]), 4].any()
 
@@ -494,13 +487,6 @@ def test_a_bad_class_weight_shows_in_the_rows_whose_label_has_it_alone(bad):
     for x in results(jnp.ones(4, bool)):
         np.testing.assert_array_equal(np.isfinite(x).all(tuple(range(1, x.ndim))), LABELS != 3)
     assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), results(LABELS != 3)))
-
-
-def test_class_weights_have_no_gradient_in_both_modes():
-    of_weights = lambda w: integer(LOGITS, LABELS, class_weights=w, **SMOOTHED).sum()  # noqa: E731
-    assert not jax.jit(jax.grad(of_weights))(CLASS_WEIGHTS).any()
-    with masksafe.forward_mode():
-        assert jax.jvp(of_weights, (CLASS_WEIGHTS,), (np.ones(7, np.float32),))[1] == 0
 
 
 def test_without_a_z_loss_its_component_is_0():

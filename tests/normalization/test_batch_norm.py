@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import with_gradients
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
@@ -17,21 +18,6 @@ WHERE = RNG.random(X.shape) < 0.6
 WHERE[:2] = WHERE[..., 4] = False  # samples and a feature with nothing left
 
 
-def differentiated(fn):
-    """The outputs, and the gradients of a sum that tells them apart."""
-
-    def total(*args):
-        out = fn(*args)
-        leaves = jax.tree.leaves(out)
-        return sum(jnp.sum(y * jnp.cos(i + jnp.arange(y.size)).reshape(y.shape)) for i, y in enumerate(leaves)), out
-
-    def both(*args):
-        (_, out), gradients = jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*args)
-        return out, gradients
-
-    return jax.jit(both)
-
-
 def batch_norm(x, scale, bias, where=None, **options):
     return masksafe.batch_norm(x, scale, bias, where=where, **options)
 
@@ -41,7 +27,7 @@ def batch_norm(x, scale, bias, where=None, **options):
 
 @pytest.fixture(scope="module")
 def of_the_whole():
-    return differentiated(lambda *args: batch_norm(*args, WHERE))(X, SCALE, BIAS)
+    return with_gradients(lambda *args: batch_norm(*args, WHERE), (0, 1, 2))(X, SCALE, BIAS)
 
 
 def on_devices(fn, mesh=None, **kwargs):
@@ -55,14 +41,14 @@ def test_batch_norm_of_a_sharded_batch_is_that_of_the_whole(axis_type, of_the_wh
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
         x, where = jax.device_put((X, WHERE), NamedSharding(mesh, P("batch")))
-        actual = differentiated(lambda *args: batch_norm(*args, where))(x, SCALE, BIAS)
+        actual = with_gradients(lambda *args: batch_norm(*args, where), (0, 1, 2))(x, SCALE, BIAS)
     chex.assert_trees_all_close(actual, of_the_whole, rtol=1e-4, atol=1e-4)
 
 
 def test_batch_norm_over_devices_exchanges_means_then_deviations(of_the_whole):
     fn = on_devices(lambda *args: batch_norm(*args, axis_name="batch"))
     of_value = jax.jit(lambda *args: fn(*args, WHERE)).lower(X, SCALE, BIAS).compile()
-    of_gradients = differentiated(lambda *args: fn(*args, WHERE)).lower(X, SCALE, BIAS).compile()
+    of_gradients = with_gradients(lambda *args: fn(*args, WHERE), (0, 1, 2)).lower(X, SCALE, BIAS).compile()
     chex.assert_trees_all_close(of_gradients(X, SCALE, BIAS), of_the_whole, rtol=1e-4, atol=1e-4)
     assert of_value.as_text().count(" all-reduce(") == 2
     # The second pass exchanges what the gradients of scale and bias need as well.
@@ -85,7 +71,7 @@ def test_batch_norm_over_named_axes_of_vmap(how, of_the_whole):
         fn = over("batch", "batch")
     else:
         fn = on_devices(over(("devices", "parts"), "parts"), mesh, check_vma=False)  # with which JAX allows it
-    actual = differentiated(lambda *args: fn(*args, WHERE))(X, SCALE, BIAS)
+    actual = with_gradients(lambda *args: fn(*args, WHERE), (0, 1, 2))(X, SCALE, BIAS)
     chex.assert_trees_all_close(actual, of_the_whole, rtol=1e-4, atol=1e-4)
 
 
@@ -162,6 +148,12 @@ def test_length_of_zeros_and_below_epsilon():
     value, gradient = jax.value_and_grad(lambda x: jnp.sum(masksafe.l2_normalize(x, epsilon=2.0)))(x)
     np.testing.assert_allclose(value, 0.35, rtol=1e-6)
     np.testing.assert_allclose(gradient, 0.5, rtol=1e-6)
+
+
+def test_length_along_several_axes():
+    length = np.sqrt((np.where(WHERE, X, 0) ** 2).sum((0, 2), keepdims=True))
+    expected = np.where(WHERE, X / np.maximum(length, 1e-9), 0)
+    np.testing.assert_allclose(masksafe.l2_normalize(X, (0, 2), WHERE), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparisons import assert_close
+from comparisons import assert_close, with_gradients
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tiers import pairs
@@ -48,22 +48,11 @@ def apply(op, x, scale, bias, axis, where=None, epsilon=1e-6):
     return masksafe.layer_norm(x, scale, bias, axis=axis, where=where, epsilon=epsilon)
 
 
-def weighted_sum(op, x, scale, bias, axis, where=None):
-    """With the op's result, in float32 at least."""
-    y = apply(op, x, *used(op, scale, bias), axis, where)
-    return jnp.sum(y * weights_of(y.shape)), y
-
-
 @functools.cache
 def value_and_gradients(op, axis=-1):
-    """The op, and the gradients of its weighted sum with respect to x, scale and bias, compiled."""
-
-    def pair(x, scale, bias, where=None):
-        total = lambda *args: weighted_sum(op, *args, axis, where)  # noqa: E731
-        (_, y), gradients = jax.value_and_grad(total, (0, 1, 2), has_aux=True)(x, scale, bias)
-        return y, gradients
-
-    return jax.jit(pair)
+    """The op, and the gradients of the sum of the results times `weights_of` by x, scale and bias."""
+    of = lambda x, scale, bias, where=None: apply(op, x, *used(op, scale, bias), axis, where)  # noqa: E731
+    return with_gradients(of, (0, 1, 2))
 
 
 def reference(op, x, scale=1.0, bias=0.0, where=True, epsilon=1e-6, d_y=None):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import in_one_number, with_gradients
 from jax.sharding import AxisType, PartitionSpec
 
 import masksafe
@@ -35,29 +36,6 @@ def mesh_of(*sizes, axis_type=AxisType.Auto):
     return jax.make_mesh(sizes, ("a", "b")[: len(sizes)], axis_types=(axis_type,) * len(sizes))
 
 
-def scalar(outputs):
-    """A sum that tells the outputs apart."""
-    leaves = jax.tree.leaves(outputs)
-    return sum(
-        jnp.sum(jnp.where(jnp.isfinite(y), y, 0) * jnp.cos(i + jnp.arange(y.size)).reshape(y.shape))
-        for i, y in enumerate(leaves)
-    )
-
-
-def differentiated(fn):
-    """The outputs of `fn(x, weights)`, and gradients."""
-
-    def total(x, weights):
-        out = fn(x, weights)
-        return scalar(out), out
-
-    def both(x, weights):
-        (_, out), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(x, weights)
-        return out, gradients
-
-    return jax.jit(both)
-
-
 def on_devices(fn, mesh, axes, is_elementwise, **kwargs):
     """`fn(x, weights, where)` inside shard_map, with the rows split over the mesh axes."""
     split = P(axes)
@@ -75,8 +53,8 @@ def test_over_devices_is_that_of_the_whole_with_its_gradients(name, has_weights)
         return reduce(x, 0, where, weights=weights if has_weights else None, axis_name=("a", "b"))
 
     fn = on_devices(of_part, mesh_of(2, 4), ("a", "b"), name in NORMS)
-    actual = differentiated(lambda x, w: fn(x, w, WHERE))(X, WEIGHTS)
-    expected = differentiated(lambda x, w: reduce(x, 0, WHERE, weights=w if has_weights else None))(X, WEIGHTS)
+    actual = with_gradients(lambda x, w: fn(x, w, WHERE), (0, 1))(X, WEIGHTS)
+    expected = with_gradients(lambda x, w: reduce(x, 0, WHERE, weights=w if has_weights else None), (0, 1))(X, WEIGHTS)
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -93,8 +71,8 @@ def test_variance_over_devices_survives_a_large_mean_and_equal_elements():
 def test_extremum_over_devices_is_that_of_the_whole_and_ties_share_the_gradient(name):
     reduce, x = EXTREMA[name], np.round(X - 100)  # with ties, on one device and on several
     fn = on_devices(lambda x, _, where: reduce(x, 0, where, axis_name="a"), mesh_of(8), "a", False)
-    actual = differentiated(lambda x, w: fn(x, w, WHERE))(x, WEIGHTS)
-    expected = differentiated(lambda x, _: reduce(x, 0, WHERE))(x, WEIGHTS)
+    actual = with_gradients(lambda x, w: fn(x, w, WHERE), (0, 1))(x, WEIGHTS)
+    expected = with_gradients(lambda x, _: reduce(x, 0, WHERE), (0, 1))(x, WEIGHTS)
     chex.assert_trees_all_close(actual, expected)
     assert np.all(np.isinf(actual[0]) == [False, False, True])
 
@@ -108,8 +86,8 @@ def test_without_types_of_variation_and_on_explicit_meshes(how):
         fn = lambda x, w, where: masksafe.var_mean(x, 0, where, weights=w)  # noqa: E731
     split = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, P("a")))
     with jax.set_mesh(mesh):
-        actual = differentiated(lambda x, w: fn(x, w, split(WHERE)))(split(X), split(WEIGHTS))
-    expected = differentiated(lambda x, w: masksafe.var_mean(x, 0, WHERE, weights=w))(X, WEIGHTS)
+        actual = with_gradients(lambda x, w: fn(x, w, split(WHERE)), (0, 1))(split(X), split(WEIGHTS))
+    expected = with_gradients(lambda x, w: masksafe.var_mean(x, 0, WHERE, weights=w), (0, 1))(X, WEIGHTS)
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -119,8 +97,7 @@ def test_over_a_named_axis_of_vmap(name):
     of_one = lambda x, where: reduce(x, (), where, axis_name="batch")  # noqa: E731
     fn = lambda x: jax.vmap(of_one, axis_name="batch")(x, WHERE)  # noqa: E731
     whole = lambda x: jax.tree.map(lambda y: jnp.broadcast_to(y, x.shape), reduce(x, 0, WHERE))  # noqa: E731
-    pairs = [jax.jit(jax.value_and_grad(lambda x, f=f: scalar(f(x)))) for f in (fn, whole)]
-    chex.assert_trees_all_close(*(pair(X) for pair in pairs), rtol=1e-4, atol=2e-5)
+    chex.assert_trees_all_close(*(with_gradients(f)(X) for f in (fn, whole)), rtol=1e-4, atol=2e-5)
 
 
 def test_forward_mode_over_devices():
@@ -249,7 +226,7 @@ def test_gradients_by_weights_times_a_constant(name):
 
     @jax.jit
     def gradients(weights):
-        first = jax.grad(lambda w: scalar(OF_WEIGHTS[name](X, axis=0, where=WHERE, weights=w)))
+        first = jax.grad(lambda w: in_one_number(OF_WEIGHTS[name](X, axis=0, where=WHERE, weights=w)))
         return first(weights), jax.jvp(first, (weights,), (jnp.cos(WEIGHTS) * weights,))[1]
 
     at_1 = gradients(WEIGHTS)
