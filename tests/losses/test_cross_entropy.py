@@ -133,12 +133,17 @@ def test_any_axes_are_as_the_last_one(axis, masked):
     def all_of(logits):
         step = lambda fn, *a: jax.value_and_grad(lambda x: jnp.sum(jnp.cos(fn(x, *a[:-1], where=a[-1]))))(logits)  # noqa: E731
         last = lambda fn: lambda x, y, where: fn(classes_last(x), y, where=where)  # noqa: E731
-        return [(step(fn, y, axis, where), step(last(fn), z, mask)) for fn, y, z in (
-            (integer, labels, labels), (soft, targets, classes_last(targets)), (log_probs, labels, labels)
-        )]  # fmt: skip
+        calls = (integer, labels, labels), (soft, targets, classes_last(targets)), (log_probs, labels, labels)
+        return [(step(fn, y, axis, where), step(last(fn), z, mask)) for fn, y, z in calls]
 
     for actual, expected in all_of(logits):
         chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_of_the_logits_rank_masks_classes_where_labels_have_a_higher_one():
+    where = np.array([True, True, False])
+    both = jax.jit(lambda x, t: [fn(x, t, where=where) for fn in BOTH[1]])
+    np.testing.assert_allclose(*both(jnp.arange(3.0), TARGETS[:3, :3]), rtol=1e-6)
 
 
 # Nothing is hidden, and what is replaced is gone.

@@ -49,6 +49,12 @@ def test_a_weight_of_0_and_weights_of_classes_have_no_gradient():
     assert not of_classes.any()
 
 
+def test_an_infinite_cotangent_of_a_mean_is_not_in_the_gradients_of_masked_tokens(platform):
+    loss = lambda features: np.inf * linear_softmax_cross_entropy(features, KERNEL, LABELS, where=MASK)  # noqa: E731
+    gradient = jax.jit(jax.grad(loss))(np.float32(FEATURES))
+    np.testing.assert_array_equal(gradient[~MASK], 0)
+
+
 def test_negative_and_nan_weights_are_nan(platform):
     of_class = np.arange(CLASSES) == LABELS[5]
 
