@@ -212,9 +212,7 @@ def _cotangents(
     d_columns = sharding.vary_with(jnp.zeros_like(y.vectors, wide), (x, d_sums))
     zeros = jnp.zeros_like(x.vectors, wide), jnp.zeros_like(x.keys, wide)
     start = d_columns, sharding.vary_with(zeros, (scaling, x, y, d_sums))
-    # A row with no negative has no derivative, whatever its cotangent.
-    with_cotangents = lambda s, d: None if s is None or d is None else (s, jnp.where(s == -jnp.inf, 0, d))  # noqa: E731
-    row_cotangents, column_cotangents = map(with_cotangents, sums, d_sums)
+    row_cotangents, column_cotangents = zip(sums, d_sums, strict=True)
 
     def pull_back_block(moving: Pytree, d_columns: Array, part: tuple[Side, Pytree]) -> tuple[Array, Pytree]:
         (y, column_cotangents), (rows, (row_cotangents, d_rows, d_bias)) = moving, part

@@ -1,4 +1,4 @@
-"""What the linear cross-entropy has of its own: weights of tokens and of classes, a z-loss, tiles; and torch's."""
+"""What the linear cross-entropy has of its own: weights of tokens and of classes, a z-loss, tiles."""
 
 import functools
 
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import assert_close
-from jax.experimental import checkify
 from linear_cases import (
     BAD,
     BIAS,
@@ -31,45 +30,29 @@ from linear_cases import (
     use_platform,
 )
 
-import masksafe
 from masksafe.losses import linear_softmax_cross_entropy
-from masksafe.losses._rows._block_sizes import sizes_in_tiles
 from masksafe.losses._rows._packing import Packed
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@pytest.mark.parametrize("label_smoothing", [0.2, 0.0])
-def test_is_cross_entropy_of_torch(label_smoothing):
-    torch = pytest.importorskip("torch")
-    labels = np.where(MASK, LABELS, -100)
-    options = {"label_smoothing": label_smoothing}
-
-    @jax.jit
-    def all_of(features):
-        of = functools.partial(linear_softmax_cross_entropy, where=MASK, class_weights=CLASS_WEIGHTS, **options)
-        values = [of(features, KERNEL, labels, reduction=reduction) for reduction in REDUCTIONS]
-        total = lambda features, r: jnp.sum(of(features, KERNEL, labels, reduction=r))  # noqa: E731
-        return values, [jax.grad(total)(features, r) for r in REDUCTIONS]
-
-    with jax.enable_x64(True):
-        values, gradients = all_of(FEATURES)
-    for reduction, value, gradient in zip(REDUCTIONS, values, gradients, strict=True):
-        features, weight = torch.tensor(FEATURES, requires_grad=True), torch.tensor(CLASS_WEIGHTS)
-        of = functools.partial(torch.nn.functional.cross_entropy, weight=weight, ignore_index=-100, **options)
-        desired = of(features @ torch.tensor(KERNEL), torch.tensor(labels), reduction=reduction)
-        desired.sum().backward()
-        np.testing.assert_allclose(value, desired.detach().numpy(), rtol=1e-11)
-        np.testing.assert_allclose(gradient, features.grad.numpy(), rtol=1e-10, atol=1e-13)
-
-
 # Weights. What has no weight is gone, and nothing else.
 
 
-def test_a_weight_of_0_has_no_gradient():
-    weights, everything = np.where(MASK, WEIGHTS, 0), {"labels": LABELS, **OPTIONS}
-    loss = lambda w: linear_softmax_cross_entropy(FEATURES, KERNEL, weights=w, **everything)  # noqa: E731
-    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(weights) == 0, ~MASK)
+def test_a_weight_of_0_and_weights_of_classes_have_no_gradient():
+    def loss(weights, class_weights):
+        options = {"labels": LABELS, "weights": weights, "class_weights": class_weights, **OPTIONS}
+        return linear_softmax_cross_entropy(FEATURES, KERNEL, **options)
+
+    of_tokens, of_classes = jax.jit(jax.grad(loss, (0, 1)))(np.where(MASK, WEIGHTS, 0), CLASS_WEIGHTS)
+    np.testing.assert_array_equal(of_tokens == 0, ~MASK)
+    assert not of_classes.any()
+
+
+def test_an_infinite_cotangent_of_a_mean_is_not_in_the_gradients_of_masked_tokens(platform):
+    loss = lambda features: np.inf * linear_softmax_cross_entropy(features, KERNEL, LABELS, where=MASK)  # noqa: E731
+    gradient = jax.jit(jax.grad(loss))(np.float32(FEATURES))
+    np.testing.assert_array_equal(gradient[~MASK], 0)
 
 
 def test_negative_and_nan_weights_are_nan(platform):
@@ -120,19 +103,13 @@ def test_a_bias_that_is_infinite_in_the_dtype_of_the_logits_excludes_its_class_f
     np.testing.assert_array_equal(found[0], found[1])
 
 
-def test_gradients_do_not_flow_to_class_weights():
-    loss = lambda w: linear_softmax_cross_entropy(FEATURES, KERNEL, LABELS, class_weights=w, **OPTIONS)  # noqa: E731
-    assert not jax.jit(jax.grad(loss))(CLASS_WEIGHTS).any()
-
-
 def test_a_label_out_of_range_is_nan_with_any_weights(platform):
     labels = np.where(BAD, -100, LABELS)
     of = functools.partial(linear_softmax_cross_entropy, class_weights=np.zeros(CLASSES), reduction="none")
     np.testing.assert_array_equal(np.isnan(jax.jit(of)(FEATURES, KERNEL, labels)), BAD)
 
 
-@pytest.mark.forms
-@in_turn(("size", "reduction"), [], [(1e4, "mean"), (1e-6, "sum"), (1e-6, "mean"), (1e4, "none")])
+@in_turn(("size", "reduction"), [], [(1e4, "mean"), (1e-6, "sum"), (1e4, "none")])
 def test_float16_gradients_with_large_and_small_weights(platform, size, reduction):
     args = [jnp.asarray(a, "float16") for a in (FEATURES, KERNEL)]
 
@@ -149,8 +126,7 @@ def test_float16_gradients_with_large_and_small_weights(platform, size, reductio
     assert_close(actual, desired, rtol=1e-2, atol=2e-5)
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("dtype", ["int32", "float16", "bool", "a row", "a number"])
+@pytest.mark.parametrize("dtype", ["a row", "int32", "bool", "a number"])
 def test_weights_of_any_dtype_and_shape_that_broadcasts(dtype):
     whole, of_shape = np.abs(np.round(WEIGHTS)).reshape(4, 10), {"a row": WEIGHTS[:4, None], "a number": 3.0}
     weights = of_shape[dtype] if dtype in of_shape else whole.astype(dtype)
@@ -191,10 +167,6 @@ def test_a_label_out_of_range_leaves_the_z_loss(platform, reduction):
     (_, (_, desired)), desired_gradient = step(np.float32(FEATURES), LABELS)
     assert_close((actual, gradient), (desired, desired_gradient), rtol=2e-5, atol=1e-6)
     np.testing.assert_array_equal(np.isnan(cross_entropy), BAD if reduction == "none" else True)
-    with masksafe.label_checks("checkify"):
-        error, (_, parts) = jax.jit(checkify.checkify(z_loss))(np.float32(FEATURES), labels)
-    assert "1 of 40 labels" in error.get()
-    assert [np.isnan(part).any() for part in parts] == [True, False]
 
 
 # Numbers.
@@ -240,29 +212,14 @@ def test_a_last_tile_that_is_smaller(choose, classes):
     assert_close(*found, rtol=1e-11, atol=1e-12)
 
 
-def test_sizes_elsewhere(choose):
-    """Blocks and tiles that divide tokens and classes, and others."""
-    of = functools.partial(sizes_in_tiles, block_size=None)
-    assert [of(4096, 1024, 32768, masked=masked) for masked in (False, True)] == [(4096, 8192), (2048, 32768)]
-    assert [of(16384, 4096, 2**17, masked=masked) for masked in (False, True)] == [(16384, 8192), (8192, 32768)]
-    assert of(4096, 1024, 50257, masked=False) == (4096, 7296)
-    assert of(300, 64, 1000, masked=True) == (300, 1000)
-    use_platform(choose, "elsewhere")
-    of = functools.partial(sizes_in_tiles, TOKENS, 6)
-    sizes = [of(24, block, masked) for block in (None, 9) for masked in (False, True)]
-    assert sizes == [(14, 6), (10, 12), (9, 8), (9, 12)]
-    assert [of(23, block, masked=True) for block in (None, 200)] == [(10, 12), (40, 5)]
-
-
 def test_no_block_is_nearly_empty():
     """One token more than two blocks hold makes three that are even: a block costs the same however few it holds."""
     tokens, size = 1031, 515  # a prime number
-    live = jnp.ones(tokens, bool)
-    for packed in (
-        Packed.of(tokens, None, size),
-        Packed.of(tokens, live, size),
-        Packed.in_place(live, size),
-    ):
-        assert tokens <= packed.length < tokens + 3
-        assert packed.size <= size
+
+    def check(live):
+        for packed in (Packed.of(tokens, None, size), Packed.of(tokens, live, size), Packed.in_place(live, size)):
+            assert tokens <= packed.length < tokens + 3
+            assert packed.size <= size
+
+    jax.eval_shape(check, jnp.ones(tokens, bool))
     assert Packed.of(1030, None, size).order is None  # two blocks, with no token moved

@@ -1,13 +1,11 @@
 """What divergences of linear layers have of their own: directions, digits of each, teachers known in part."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import checkify
 from linear_cases import (
     CLASSES,
     DIRECTIONS,
@@ -45,7 +43,7 @@ def plain(x, kernel, y, target_kernel, bias=0.0, target_bias=0.0, temperature=1.
     return {"none": lambda x: x, "sum": jnp.sum, "mean": jnp.mean}[options.get("reduction", "mean")](losses)
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-9, 1e-38])
+@pytest.mark.parametrize("temperature", [1e-38, 1e-3])
 @pytest.mark.parametrize("direction", ["reverse", "jensen_shannon"])
 def test_a_low_temperature_costs_no_digits(direction, temperature):
     """The largest logit is subtracted first: the quotients alone would lose their difference, or overflow."""
@@ -110,9 +108,9 @@ def test_float16_gradients_of_a_sum_do_not_overflow_at_a_low_temperature(directi
     np.testing.assert_allclose(gradient, desired, rtol=4e-3, atol=1e-3 * abs(desired).max())
 
 
-@pytest.mark.forms
-def test_second_derivatives_of_a_mixture_of_improbable_classes():
-    """The square of their probability is no float32."""
+@pytest.mark.parametrize("direction", ["forward", "jensen_shannon"])
+def test_second_derivatives_of_improbable_classes(direction):
+    """In a mixture the square of their probability is no float32."""
     rows = np.float32(np.random.default_rng(1).normal(size=(2, 30)) * 4)
     rows[:, :3] -= 60
 
@@ -122,7 +120,7 @@ def test_second_derivatives_of_a_mixture_of_improbable_classes():
 
         def loss(*biases):
             options = dict(zip(("bias", "target_bias"), biases, strict=True))
-            return fused(zero, kernel, zero, kernel, direction="jensen_shannon", **options)
+            return fused(zero, kernel, zero, kernel, direction=direction, **options)
 
         return jax.jvp(jax.grad(loss, (0, 1)), (student, teacher), (jnp.cos(student), jnp.sin(teacher)))
 
@@ -142,33 +140,22 @@ def test_classes_of_probability_zero(direction):
     def step(features, kernel, bias, target_bias):
         options = {"bias": bias, "target_bias": target_bias, "direction": direction}
         of = lambda *args: linear_kl_divergence(*args, **TARGETS, **options)  # noqa: E731
-        return jax.value_and_grad(of, (0, 1))(features, kernel)
+        lowest = {name: jnp.maximum(options[name], -1e4) for name in ("bias", "target_bias")}
+        return *jax.value_and_grad(of, (0, 1))(features, kernel), plain(*ARGS, **options | lowest)
 
     for who, biases in {"both": (1, 1), "student": (1, 0), "teacher": (0, 1)}.items():
         biases = [excluded if given else np.zeros(CLASSES) for given in biases]
-        value, gradients = step(FEATURES, KERNEL, *biases)
+        value, gradients, expected = step(FEATURES, KERNEL, *biases)
         if (who, direction) in (("student", "forward"), ("teacher", "reverse")):
             assert value == np.inf
             continue
         assert all(np.isfinite(g).all() for g in gradients)
         if who != "teacher":
             np.testing.assert_array_equal(gradients[1][:, :3], 0)
-        options = dict(zip(("bias", "target_bias"), (np.maximum(bias, -1e4) for bias in biases), strict=True))
-        desired = plain(*ARGS, **options, direction=direction)
-        np.testing.assert_allclose(value, desired, rtol=1e-5)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
 # Teachers of which only the most probable classes are known.
-
-
-@pytest.mark.forms
-def test_all_classes_as_top_k_targets():
-    """There is no rest, whatever the rounding of their sum."""
-    targets = top_k_targets(CLASSES, np.ones(CLASSES, bool))
-    for direction, rest in itertools.product(DIRECTIONS, ("bucket", "drop")):
-        desired = linear_kl_divergence(*ARGS, target_bias=TARGET_BIAS, direction=direction)
-        actual = top_k(FEATURES, KERNEL, **targets, direction=direction, rest=rest)
-        np.testing.assert_allclose(actual, desired, rtol=1e-5)
 
 
 def test_a_sure_teacher_leaves_no_infinity():
@@ -196,12 +183,11 @@ def test_label_checks_of_top_k_targets():
             with pytest.raises(Exception, match=text):
                 jax.block_until_ready(of(*bad, where=where | True, class_mask=every_class))
             jax.block_until_ready(of(*bad, where=where, class_mask=every_class))
-        masked, rows = np.arange(CLASSES) != classes[8, 0], np.arange(TOKENS) > 5
+        masked, rows = np.arange(CLASSES) != classes[8, 0], np.arange(TOKENS)[:, None] > 5
+        rows = np.broadcast_to(rows, where.shape)
         jax.block_until_ready(of(above, out_of_range, where=rows, class_mask=every_class))
         with pytest.raises(Exception, match="target_classes are at a masked class"):
             jax.block_until_ready(of(log_probs, classes, where=rows, class_mask=masked))
-    error, _ = jax.jit(checkify.checkify(of, errors=checkify.index_checks))(log_probs, out_of_range, where=where)
-    assert error.get() is None
 
 
 def test_a_target_at_a_masked_class_costs_infinity():

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import assert_close
-from jax.experimental import checkify
 from linear_cases import (
     ARRAYS,
     BAD,
@@ -42,14 +41,10 @@ from masksafe import losses
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
-COTANGENTS_OF_ZERO = [
-    (CROSS_ENTROPY, {"reduction": "none", "weights": True}),
-    (DIVERGENCE, {"reduction": "sum"}),
-    (TOP_K, {"reduction": "none"}),
-]
+COTANGENTS_OF_ZERO = [(LOG_PROBS, {}), (DIVERGENCE, {"reduction": "sum"}), (TOP_K, {"reduction": "none"})]
 
 
-@in_turn(("op", "options"), [("cpu", LOG_PROBS, {})], COTANGENTS_OF_ZERO)
+@in_turn(("op", "options"), [("cpu", CROSS_ENTROPY, {"reduction": "none"})], COTANGENTS_OF_ZERO)
 def test_second_derivatives_where_the_cotangents_are_zero(platform, op, options):
     """Those of half the squared distance from the outputs at the arguments themselves: J^T J, not 0."""
     floats, others = split_call(op, where=True, **options)
@@ -81,7 +76,7 @@ def test_any_batch_axes(op):
 
 # Digits and dtypes.
 
-DIGITS = [*itertools.product(OPS, ("bfloat16", "float16", "float32")), (CROSS_ENTROPY, "mixed")]
+DIGITS = [*itertools.product(OPS, ("bfloat16", "float16")), (CROSS_ENTROPY, "mixed")]
 
 
 @in_turn(("op", "dtype"), [("cpu", *DIGITS[0])], DIGITS[1:])
@@ -106,10 +101,7 @@ def test_gradients_have_the_digits_of_their_dtypes(platform, op, dtype):
 # What is masked or replaced is gone; what is bad stays in its own row.
 
 
-EACH_OP = [("elsewhere", CROSS_ENTROPY), ("elsewhere", LOG_PROBS), ("cpu", DIVERGENCE), ("cpu", TOP_K)]
-
-
-@in_turn(("op",), [EACH_OP[0]], [(op,) for op in OPS])
+@in_turn(("op",), [("elsewhere", CROSS_ENTROPY)], [(op,) for op in OPS])
 def test_cotangents_of_masked_tokens_change_nothing(platform, op):
     """As that of a square root of 0."""
     floats, others = singles(split_call(op, where=MASK, **OPS[op].all_outputs))
@@ -124,11 +116,9 @@ def test_cotangents_of_masked_tokens_change_nothing(platform, op):
         jax.tree.map(np.testing.assert_array_equal, gradients(at_masked), clean)
 
 
-NO_TOKENS = [(op, 0, WIDTH) for op in (CROSS_ENTROPY, LOG_PROBS, DIVERGENCE)]
-
-
-@pytest.mark.parametrize(("op", "tokens", "width"), [*NO_TOKENS, *((op, tokens, 0) for op in OPS for tokens in (0, 3))])
-def test_no_tokens_and_no_features(op, tokens, width):
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("tokens", "width"), [(0, WIDTH), (3, 0)])
+def test_no_tokens_and_no_features(tokens, width, op):
     floats, others = (
         {name: x[:tokens] if len(x) == TOKENS else x for name, x in given.items()} for given in split_call(op)
     )
@@ -158,10 +148,10 @@ def bad_calls(op):
 
 
 OTHER_FORMS = [(LOG_PROBS, {}), (TOP_K, {"rest": "drop"}), (CROSS_ENTROPY, {}), (LOG_PROBS, {"with_entropy": True})]
-OTHER_FORMS += [(DIVERGENCE, {"direction": direction}) for direction in DIRECTIONS[1:]]
+OTHER_FORMS += [(DIVERGENCE, {"direction": direction}) for direction in DIRECTIONS]
 
 
-@in_turn(("op", "more"), [("cpu", op, {}) for op in OPS], OTHER_FORMS)
+@in_turn(("op", "more"), [("cpu", CROSS_ENTROPY, {})], OTHER_FORMS)
 def test_what_is_bad_stays_in_its_row_and_is_gone_if_it_is_replaced(platform, op, more):
     """In the mean too, and where `jnp.where` behind the loss leaves the rows out."""
     bad, reduced = np.isin(np.arange(TOKENS), [3, 5]), op != LOG_PROBS
@@ -217,12 +207,9 @@ def test_a_label_at_a_class_that_is_excluded_costs_infinity(platform, op, by):
         jax.block_until_ready(run(np.where(MASK, LABELS, -100), bias))
         with pytest.raises(Exception, match=rf"{op}: 1 of {MASK.sum()} labels are at a masked class; first at \("):
             jax.block_until_ready(run(labels, bias))
-    with masksafe.label_checks("checkify"):
-        error, _ = jax.jit(checkify.checkify(of))(labels, bias)
-    assert "at a masked class" in error.get()
 
 
-@in_turn(("op",), [("elsewhere", CROSS_ENTROPY)], [(LOG_PROBS,), (LOG_PROBS,), (CROSS_ENTROPY,)])
+@in_turn(("op",), [("elsewhere", CROSS_ENTROPY)], [(LOG_PROBS,), (CROSS_ENTROPY,)])
 def test_dead_places_of_a_block_do_not_meet_an_infinite_weight(platform, op):
     """For negative features the infinite weight excludes class 0; 0 times infinity would be NaN."""
     more = {"with_entropy": True} if op == LOG_PROBS else {}

@@ -67,17 +67,6 @@ def test_results_are_those_of_the_logits_and_garbage_changes_no_bit(op, sizes, c
             np.testing.assert_array_equal(new, old)
 
 
-@each_op
-def test_a_nan_shows_in_its_token(op):
-    clean, place = results(outputs_of, op, FEATURES), MASK.argmax()
-    bad = FEATURES.copy()
-    bad[place, 3] = np.nan
-    dirty = results(outputs_of, op, bad)
-    for k in range(2):
-        assert np.isnan(dirty[k][place]).any()
-        np.testing.assert_array_equal(np.delete(dirty[k], place, 0), np.delete(clean[k], place, 0))
-
-
 @pytest.mark.parametrize("name", ["dense", "linear"])
 def test_checks_report_what_is_bad_and_not_what_is_masked(name):
     @jax.jit

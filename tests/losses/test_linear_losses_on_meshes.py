@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import assert_close
-from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from linear_cases import (
@@ -35,7 +34,6 @@ from linear_cases import (
     total_of,
     use_platform,
 )
-from tiers import pairs
 
 import masksafe
 from masksafe.losses import linear_softmax_cross_entropy
@@ -58,21 +56,10 @@ def sum_of(fn, op, others, floats):
 
 COMPONENTS, ENTROPY = (OPS[op].all_outputs | {"with_predictions": True} for op in (CROSS_ENTROPY, LOG_PROBS))
 BIAS_AND_MASK = {"where": True, "bias": True}
-IN_SHARD_MAPS = [
-    (CROSS_ENTROPY, {**ARRAYS[CROSS_ENTROPY], **COMPONENTS, "class_mask": True}, True),
-    (CROSS_ENTROPY, {**BIAS_AND_MASK, **OPTIONS, "reduction": "sum"}, True),  # whose gradients are kept
-    (CROSS_ENTROPY, {**BIAS_AND_MASK, **OPTIONS, "reduction": "sum"}, False),
-    (CROSS_ENTROPY, {**BIAS_AND_MASK, **OPTIONS, "reduction": "none"}, False),
-    (CROSS_ENTROPY, {**ARRAYS[CROSS_ENTROPY], **OPTIONS, "class_mask": True, "reduction": "sum"}, True),
-    (LOG_PROBS, {**BIAS_AND_MASK, "temperature": 0.7}, True),
-    (LOG_PROBS, {**BIAS_AND_MASK, **ENTROPY, "temperature": 0.7, "class_mask": True}, True),
-    (LOG_PROBS, {**BIAS_AND_MASK, **ENTROPY}, False),
-]
 
 
-@in_turn(("op", "options", "outside"), [("cpu", *case) for case in IN_SHARD_MAPS[:2]], IN_SHARD_MAPS)
-def test_classes_split_in_a_shard_map(platform, op, options, outside):
-    """Gradients of the shard_map, whose cotangents are parts of a sum over devices, or within it. There are ties."""
+def assert_gradients(op, options, of_the_shard_map):
+    """Whose cotangents are parts of a sum over devices; or gradients within it. There are ties."""
     floats, others = singles(split_call(op, **options))
     floats |= {name: np.round(floats[name]) for name in ("features", "kernel")}
     arrays = {name: x for name, x in others.items() if isinstance(x, np.ndarray)}
@@ -83,7 +70,7 @@ def test_classes_split_in_a_shard_map(platform, op, options, outside):
 
     specs = tuple(specs_of(SPLITS["tokens and classes"], of) for of in (floats, arrays))
     split = functools.partial(jax.shard_map, mesh=mesh_of((AUTO, AUTO)), in_specs=specs)
-    if outside:
+    if of_the_shard_map:
         step = jax.value_and_grad(split(local, out_specs=P()))
     else:
         step = split(jax.value_and_grad(local), out_specs=(P(), specs[0]))
@@ -93,22 +80,12 @@ def test_classes_split_in_a_shard_map(platform, op, options, outside):
         assert_all_zero(step(floats, arrays | {"class_mask": np.zeros_like(CLASS_MASK)})[1])
 
 
-OTHER_DERIVATIVES = [
-    *((CROSS_ENTROPY, {**OPTIONS, "where": True, "reduction": r}, r != "mean") for r in ("mean", "none", "sum")),
-    *[(LOG_PROBS, {"with_entropy": True}, True)] * 2,  # on both platforms
-]
-
-
-@pytest.mark.forms
-@in_turn(("op", "options", "check_vma"), [], OTHER_DERIVATIVES)
-def test_other_derivatives_with_split_classes(platform, op, options, check_vma):
-    """With check_vma=False JAX takes the loss on each device for a term of a sum over the devices."""
-    mesh = jax.make_mesh((4,), ("classes",), axis_types=(AUTO,))
+def assert_other_derivatives(op, options):
+    """Where the loss on each device is, to JAX, a term of a sum over the devices, or not."""
     floats, others = split_call(op, **options)
-    features = floats.pop("features") if op == CROSS_ENTROPY else None
-    others |= {} if features is None else {"features": features}
     specs = ({name: P(None, "classes") if name == "kernel" else P() for name in floats},)
     ours = total_of(outputs_of, op, axis_name="classes", block_size=9, **others)
+    mesh, check_vma = jax.make_mesh((4,), ("classes",), axis_types=(AUTO,)), options.get("reduction") != "mean"
     split = jax.shard_map(ours, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
 
     def derivatives(fn, floats):
@@ -120,6 +97,26 @@ def test_other_derivatives_with_split_classes(platform, op, options, check_vma):
     both = jax.jit(lambda floats: [derivatives(fn, floats) for fn in fns])
     for kernel in (KERNEL, np.zeros_like(KERNEL))[: 1 + (op == LOG_PROBS)]:  # ties everywhere
         assert_close(*both(singles(floats | {"kernel": kernel})), rtol=1e-3, atol=1e-4)
+
+
+IN_SHARD_MAPS = [
+    (CROSS_ENTROPY, {**BIAS_AND_MASK, **OPTIONS, "reduction": "sum"}, True),  # whose gradients are kept
+    (CROSS_ENTROPY, {**BIAS_AND_MASK, **OPTIONS, "reduction": "none"}, False),
+    (CROSS_ENTROPY, {**ARRAYS[CROSS_ENTROPY], **COMPONENTS, "class_mask": True}, True),
+    (LOG_PROBS, {**BIAS_AND_MASK, **ENTROPY, "temperature": 0.7, "class_mask": True}, True),
+    (LOG_PROBS, {**BIAS_AND_MASK, **ENTROPY}, False),
+    (CROSS_ENTROPY, {**OPTIONS, "where": True, "reduction": "none"}, None),
+    (LOG_PROBS, {"with_entropy": True}, None),
+    (CROSS_ENTROPY, {**OPTIONS, "where": True, "reduction": "mean"}, None),
+]
+
+
+@in_turn(("op", "options", "of_the_shard_map"), [("cpu", *IN_SHARD_MAPS[2])], IN_SHARD_MAPS)
+def test_classes_split_in_a_shard_map(platform, op, options, of_the_shard_map):
+    if of_the_shard_map is None:
+        assert_other_derivatives(op, options)
+    else:
+        assert_gradients(op, options, of_the_shard_map)
 
 
 # Meshes with explicit axes. How the arguments are split, by their role or name.
@@ -192,16 +189,16 @@ def step(op, **options):
     return jax.jit(jax.value_and_grad(loss_of(op, **options)))
 
 
-mean_of = functools.partial(loss_of, CROSS_ENTROPY, reduction="mean", with_components=False)
+def step_of_each():
+    """Of the losses of all tokens."""
+    return step(CROSS_ENTROPY, reduction="none", with_predictions=True, with_components=True)
 
 
-QUICK = (CROSS_ENTROPY, "tokens and classes", "none", True)
 OTHERS = "tokens of the targets", "tokens", "classes", "tokens and classes", "kernel by features"
+WAYS = [(reduction, with_mask) for with_mask in (True, False) for reduction in ("none", "mean")]
 ALL = [
-    *(
-        (CROSS_ENTROPY, *row)
-        for row in pairs([x for x in SPLITS if x not in OTHERS[:1]], ["mean", "none"], [False, True])
-    ),
+    (CROSS_ENTROPY, "tokens and classes", "none", True),
+    *((CROSS_ENTROPY, split, *WAYS[i % 4]) for i, split in enumerate(SPLITS) if split != OTHERS[0]),
     *((LOG_PROBS, split, None, True) for split in OTHERS[1:]),
     *((DIVERGENCE, *row, True) for row in zip(OTHERS, ("mean", "none") * 3, strict=False)),
     (TOP_K, "tokens and classes", "none", True),
@@ -209,12 +206,12 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("op", "split", "reduction", "with_mask"), [QUICK, *(c for c in ALL if c != QUICK)])
+@pytest.mark.parametrize(("op", "split", "reduction", "with_mask"), ALL)
 def test_value_and_gradients_are_those_of_one_device(op, split, reduction, with_mask):
     """With a mask of classes also with components, predictions and a mesh that is set."""
     options = {"reduction": reduction} if reduction else {}
-    options |= {"with_components": with_mask} if op == CROSS_ENTROPY else {}
     options |= {"with_predictions": with_mask} if op in OF_LABELS else {}
+    options |= {"with_components": with_mask} if op == CROSS_ENTROPY else {}
     mesh, run, args = mesh_of(), step(op, **options), call_of(op, with_mask)
     parts = put(mesh, args, split)
     if with_mask:
@@ -245,14 +242,14 @@ def test_masked_tokens_touch_nothing():
         labels = np.where(mask, others["labels"], label)
         args = floats | hidden, others | {"labels": labels, "where": mask}
         with jax.set_mesh(mesh_of()):
-            return step(CROSS_ENTROPY, reduction="none", with_components=True)(*put(mesh_of(), args, QUICK[1]))
+            return step_of_each()(*put(mesh_of(), args, "tokens and classes"))
 
     mask = HALF.reshape(SHAPE)
     clean = outcome(mask, 0, 0)
     assert not np.asarray(clean[1]["features"])[~mask].any()
     for garbage, label in ((np.nan, -100), (np.inf, CLASSES), (1e38, 3)):
         jax.tree.map(np.testing.assert_array_equal, outcome(mask, garbage, label), clean)
-    assert_all_zero(outcome(np.zeros_like(mask), np.nan, -1))
+    assert_all_zero(outcome(np.zeros_like(mask), np.nan, -1)[1])
 
 
 def with_bad_labels():
@@ -264,57 +261,13 @@ def with_bad_labels():
 
 def test_a_bad_label_is_nan_in_its_own_row():
     with jax.set_mesh(mesh_of()):
-        value, gradients = step(CROSS_ENTROPY, reduction="none", with_components=True)(*with_bad_labels())
+        value, gradients = step_of_each()(*with_bad_labels())
     assert np.isnan(value)
     assert np.argwhere(np.isnan(gradients["features"]).all(-1)).tolist() == [[1, 3], [3, 2]]
     assert np.isnan(gradients["features"]).any(-1).sum() == 2
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("op", [CROSS_ENTROPY, DIVERGENCE, TOP_K])
-def test_label_checks(op):
-    step, args = jax.value_and_grad(loss_of(op, reduction="mean")), call_of(op)
-    with jax.set_mesh(mesh_of()), masksafe.label_checks("checkify"):
-        error, actual = jax.jit(checkify.checkify(step))(*put(mesh_of(), args, "tokens and classes"))
-        error.throw()
-    close(actual, jax.jit(step)(*args))
-    if op == CROSS_ENTROPY:
-        with jax.set_mesh(mesh_of()), masksafe.label_checks("checkify"):
-            error, (value, _) = jax.jit(checkify.checkify(step))(*with_bad_labels())
-        assert "2 of 40 labels" in error.get()
-        assert np.isnan(value)
-        text = r"2 of 40 labels .* first at \(1, 3\): -1"
-        with jax.set_mesh(mesh_of()), masksafe.label_checks("raise"), pytest.raises(Exception, match=text):
-            mean_of()(*with_bad_labels())
-
-
-@pytest.mark.forms
-def test_axes_made_explicit_around_the_loss():
-    """What the docs advise for automatic axes; without weights of classes, which would be gathered."""
-    floats, others = call_of(CROSS_ENTROPY)
-    given = floats, {name: x for name, x in others.items() if name != "class_weights"}
-    mesh, specs = mesh_of((AUTO, AUTO)), tuple(specs_of(SPLITS["tokens and classes"], of) for of in given)
-    explicit = jax.value_and_grad(jax.sharding.explicit_axes(mean_of(), in_sharding=specs))
-    with jax.set_mesh(mesh):
-        args = put(mesh, given, "tokens and classes")
-        program = jax.jit(explicit).lower(*args).compile()
-        actual = program(*args)
-    close(actual, jax.jit(jax.value_and_grad(mean_of()))(*given))
-    assert set(collectives(program)) == {"all-reduce"}
-
-
-@pytest.mark.forms
-def test_inside_a_shard_map_over_another_axis():
-    args = tuple(
-        {name: x.reshape(-1, *x.shape[2:]) if x.shape[:2] == SHAPE else x for name, x in of.items()}
-        for of in call_of(CROSS_ENTROPY)
-    )
-    with jax.set_mesh(mesh_of()):
-        local = lambda floats, others: jax.lax.psum(sum_of(outputs_of, CROSS_ENTROPY, others, floats), "x")  # noqa: E731
-        specs = tuple(specs_of(SPLITS["tokens"], of) for of in args)
-        split = jax.shard_map(local, in_specs=specs, out_specs=P(), axis_names={"x"})
-        actual = jax.jit(jax.value_and_grad(split))(*put(mesh_of(), args, {"tokens": XY}))
-    close(actual, jax.jit(jax.value_and_grad(lambda f, o: sum_of(outputs_of, CROSS_ENTROPY, o, f)))(*args))
+    text = r"2 of 40 labels .* first at \(1, 3\): -1"
+    with jax.set_mesh(mesh_of()), masksafe.label_checks("raise"), pytest.raises(Exception, match=text):
+        loss_of(CROSS_ENTROPY, reduction="none")(*with_bad_labels())
 
 
 # The cost is that of a `jax.shard_map` written by hand.
@@ -336,8 +289,7 @@ def in_shard_map(features, kernel, labels, mask, axis_name):
     return jax.lax.psum(loss(reduction="sum"), "d") / jnp.maximum(jax.lax.psum(jnp.sum(mask), "d"), 1)
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("split", ["tokens", "classes"])
+@pytest.mark.parametrize("split", ["classes", "tokens"])
 def test_the_program_is_that_of_a_shard_map(split):
     mesh = jax.make_mesh((4,), ("d",))
     by_token = P("d") if split == "tokens" else P()

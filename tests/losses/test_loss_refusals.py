@@ -16,7 +16,6 @@ import masksafe
 from masksafe import losses
 
 NAN, INF = np.nan, np.inf
-forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 
 
 def ones(*shape, dtype=np.float32):
@@ -132,10 +131,11 @@ REFUSED = [
 
 @pytest.mark.parametrize("name", dict.fromkeys(row[0] for row in REFUSED))
 def test_bad_arguments_are_refused(name):
-    getattr(losses, name)(**RIGHT[name])
+    trace = lambda call: jax.eval_shape(functools.partial(getattr(losses, name), **call))  # noqa: E731
+    trace(RIGHT[name])
     for _, argument, value, error, text in (row for row in REFUSED if row[0] == name):
         with pytest.raises(error, match="^" + re.escape(f"{name}: {argument}: {text}")):
-            getattr(losses, name)(**RIGHT[name] | (value if isinstance(value, dict) else {argument: value}))
+            trace(RIGHT[name] | (value if isinstance(value, dict) else {argument: value}))
 
 
 def but(x, *places):
@@ -192,14 +192,11 @@ REPORTED = [
     ("dice_loss", {"predictions": PROBABILITIES, **NO_SOFTMAX}, TWO_PIXELS, SUMS),
     ("binary_dice_loss", {"predictions": BINARY, "apply_sigmoid": False}, {"where": TWO_PIXELS["where"][..., 0]},
      "2 of 12 predictions are outside [0, 1]; first at (1, 2): -0.5"),
-    forms("dice_loss", {"predictions": OUTSIDE, **NO_SOFTMAX}, TWO_PIXELS, TWO_OUTSIDE),
-    forms("multiclass_generalized_dice_loss", {"predictions": OUTSIDE, **NO_SOFTMAX}, TWO_PIXELS, TWO_OUTSIDE),
-    forms("dice_loss", {"predictions": BINARY[..., None], "targets": PIXELS[..., :1], **NO_SOFTMAX}, TWO_PIXELS,
-          "2 of 12 predictions are outside [0, 1]; first at (1, 2): -0.5"),
+    ("multiclass_generalized_dice_loss", {"predictions": OUTSIDE, **NO_SOFTMAX}, TWO_PIXELS, TWO_OUTSIDE),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["raise", forms("checkify")])
+@pytest.mark.parametrize("mode", ["raise", "checkify"])
 @pytest.mark.parametrize(("name", "wrong", "hidden", "text"), REPORTED)
 def test_what_is_wrong_is_reported_unless_it_is_masked(name, wrong, hidden, text, mode):
     call, text = functools.partial(getattr(losses, name), **RIGHT[name] | wrong), f"^{re.escape(f'{name}: {text}')}"

@@ -1,7 +1,4 @@
-"""Every loss of optax: the same names, parameters, values and dtypes, and masks of lower rank.
-
-The default run compares the values of one case of each loss, which one program computes for all of them.
-"""
+"""Every loss of optax: the same names, parameters, values, gradients and dtypes, and masks of lower rank."""
 
 import functools
 import inspect
@@ -49,6 +46,8 @@ class Case(NamedTuple):
 
 
 CASES = [
+    Case("poly_loss_cross_entropy", (X, P), {"epsilon": -1.0, "axis": 0}),
+    Case("poly_loss_cross_entropy", (X, P)),
     Case("squared_error", (X, Y)),
     Case("squared_error", (X,)),
     Case("l2_loss", (X, Y)),
@@ -69,10 +68,14 @@ CASES = [
     Case("multiclass_perceptron_loss", (X, LABELS)),
     Case("multiclass_sparsemax_loss", (X, LABELS)),
     Case("softmax_cross_entropy", (X, P)),
+    Case("softmax_cross_entropy", (X, P), {"axis": None}),
+    Case("softmax_cross_entropy", (X[0], P)),
+    Case("softmax_cross_entropy", (X.reshape(6, 1, 4), P[:3])),
     Case("safe_softmax_cross_entropy", (X, P)),
     Case("softmax_cross_entropy_with_integer_labels", (X, LABELS)),
-    Case("poly_loss_cross_entropy", (X, P)),
-    Case("poly_loss_cross_entropy", (X, P), {"epsilon": -1.0, "axis": 0}),
+    Case("softmax_cross_entropy_with_integer_labels", (X[:2, None], LABELS[None, :3])),
+    Case("softmax_cross_entropy_with_integer_labels", (X[:1], LABELS)),
+    Case("softmax_cross_entropy_with_integer_labels", (np.stack([X, Y, P]), 3 * LABELS), {"axis": (2, 0)}),
     Case("kl_divergence", (np.log(P), P[::-1].copy())),
     Case("kl_divergence", (np.log(P), P[::-1].copy()), {"axis": None}),
     Case("kl_divergence_with_log_targets", (np.log(P), np.log(P[::-1]))),
@@ -135,16 +138,16 @@ def value_and_gradients(loss, args):
 # As optax has it.
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name_has_the_parameters_of_optax(name):
-    expected = list(inspect.signature(getattr(optax.losses, name)).parameters.values())
-    actual = list(inspect.signature(getattr(masksafe.losses, name)).parameters.values())
-    for a, e in zip(actual, expected, strict=False):
-        assert (a.name, a.kind, a.default) == (e.name, e.kind, e.default)
-    added = actual[len(expected) :]
-    assert [p.kind for p in added] == [inspect.Parameter.KEYWORD_ONLY] * len(added)
-    of_labels = ["axis_name", "label_smoothing", "z_loss", "with_components", "class_weights"]
-    assert [p.name for p in added] in ([], ["where"], of_labels)
+def test_every_name_has_the_parameters_of_optax():
+    for name in NAMES:
+        expected = list(inspect.signature(getattr(optax.losses, name)).parameters.values())
+        actual = list(inspect.signature(getattr(masksafe.losses, name)).parameters.values())
+        for a, e in zip(actual, expected, strict=False):
+            assert (a.name, a.kind, a.default) == (e.name, e.kind, e.default)
+        added = actual[len(expected) :]
+        assert [p.kind for p in added] == [inspect.Parameter.KEYWORD_ONLY] * len(added)
+        of_labels = ["axis_name", "label_smoothing", "z_loss", "with_components", "class_weights"]
+        assert [p.name for p in added] in ([], ["where"], of_labels)
 
 
 def test_every_name_has_a_case():
@@ -158,29 +161,9 @@ def assert_as_optax(name, actual, expected):
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=1e-5)
 
 
-# Of each loss the case with the most parameters; without any it is in the contract's table.
-RICHEST = {case.name: case for case in sorted(CASES, key=lambda case: (len(case.kwargs), len(case.args)))}
-
-
-@functools.cache
-def values_of_richest():
-    """In both libraries, of one program for all losses."""
-    program = jax.jit(lambda args: {name: [f(RICHEST[name])(*args[name]) for f in (ours, theirs)] for name in RICHEST})
-    static = {name: case.args for name, case in RICHEST.items()}
-    static["smooth_labels"] = tuple(map(np.float32, static["smooth_labels"]))
-    return jax.device_get(program(static))
-
-
-@pytest.mark.filterwarnings("ignore:The function convex_kl")
-@pytest.mark.parametrize("name", RICHEST)
-def test_values_are_those_of_optax(name):
-    assert_as_optax(name, *values_of_richest()[name])
-
-
-@pytest.mark.forms
 @pytest.mark.filterwarnings("ignore:The function convex_kl")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_gradients_are_those_of_optax_too(case):
+def test_values_and_gradients_are_those_of_optax(case):
     both = jax.jit(lambda *args: [value_and_gradients(f(case), args) for f in (ours, theirs)])
     (actual, gradients), (expected, expected_gradients) = both(*case.args)
     assert_as_optax(case.name, actual, expected)
@@ -221,29 +204,31 @@ def type_of_result(loss, args):
         return error
 
 
+def assert_types_are_those_of_optax(pairs, least):
+    for name, typed in TYPED.items():
+        case, compared = next(case for case in CASES if case.name == name), 0
+        for kinds in dict.fromkeys(kinds[: len(typed)] for kinds in pairs):
+            args = [x if isinstance(x, float) else jnp.asarray(x) for x in case.args]
+            for i, kind in zip(typed, kinds, strict=True):
+                args[i] = TYPES[kind](case.args[i])
+            actual, expected = (type_of_result(loss(case), args) for loss in (ours, theirs))
+            if isinstance(actual, Exception):  # what optax takes and we refuse, we refuse by name
+                assert isinstance(expected, Exception) or f"{name}: " in str(actual), kinds
+            elif not isinstance(expected, Exception):
+                assert actual == expected, (name, kinds)
+                compared += 1
+        assert compared >= least, name
+
+
 @pytest.mark.filterwarnings("ignore")  # those of optax
-@pytest.mark.parametrize("name", TYPED)
-@pytest.mark.parametrize(
-    ("pairs", "least"),
-    [
-        ([("bfloat16", "float32")], 1),
-        pytest.param([*itertools.product(TYPES, TYPES)], 3, marks=pytest.mark.slow),
-    ],
-    ids=["one", "all"],
-)
-def test_types_that_are_narrow_weak_or_mixed_promote_as_in_optax(name, pairs, least):
-    case, compared = next(case for case in CASES if case.name == name), 0
-    for kinds in dict.fromkeys(kinds[: len(TYPED[name])] for kinds in pairs):
-        args = [x if isinstance(x, float) else jnp.asarray(x) for x in case.args]
-        for i, kind in zip(TYPED[name], kinds, strict=True):
-            args[i] = TYPES[kind](case.args[i])
-        actual, expected = (type_of_result(loss(case), args) for loss in (ours, theirs))
-        if isinstance(actual, Exception):  # what optax takes and we refuse, we refuse by name
-            assert isinstance(expected, Exception) or f"{name}: " in str(actual), kinds
-        elif not isinstance(expected, Exception):
-            assert actual == expected, kinds
-            compared += 1
-    assert compared >= least
+def test_a_narrow_and_a_wide_type_promote_as_in_optax():
+    assert_types_are_those_of_optax([("bfloat16", "float32")], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_types_that_are_narrow_weak_or_mixed_promote_as_in_optax():
+    assert_types_are_those_of_optax([*itertools.product(TYPES, TYPES)], 3)
 
 
 ELEMENTWISE = ["huber_loss", "log_cosh", "sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "hinge_loss"]
@@ -251,21 +236,18 @@ ELEMENTWISE += ["sparsemax_loss"]
 PAIRS_OF_SHAPES = [((3, 4), (4,)), ((4,), (3, 4)), ((), (3, 4)), ((3, 1), (1, 4))]
 
 
-def test_arguments_broadcast_as_those_of_optax():
-    rng = np.random.default_rng(1)
-    pairs = [[rng.normal(size=shape).astype(np.float32) for shape in shapes] for shapes in PAIRS_OF_SHAPES]
-    masks = [np.ones(np.broadcast_shapes(*shapes), bool) for shapes in PAIRS_OF_SHAPES]
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_arguments_broadcast_as_those_of_optax(name):
+    ours, theirs = (getattr(module, name) for module in (masksafe.losses, optax.losses))
+    normal, absent = np.random.default_rng(1).normal, -1 if name == "hinge_loss" else 0
+    pairs = [(np.float32(normal(size=x)), np.where(normal(size=y) > 0, 1, absent)) for x, y in PAIRS_OF_SHAPES]
 
     @jax.jit
     def of_all(pairs):
-        results = []
-        for name, (pair, mask) in itertools.product(ELEMENTWISE, zip(pairs, masks, strict=True)):
-            x, y = pair[0], jnp.where(pair[1] > 0, 1.0, -1.0 if name == "hinge_loss" else 0.0)
-            ours, theirs = (getattr(module, name) for module in (masksafe.losses, optax.losses))
-            results.append((ours(x, y), ours(x, y, where=mask), theirs(x, y)))
-        return results
+        masks = [np.ones(np.broadcast_shapes(x.shape, y.shape), bool) for x, y in pairs]
+        return [(ours(x, y), ours(x, y, where=m), theirs(x, y)) for (x, y), m in zip(pairs, masks, strict=True)]
 
-    for actual, masked, expected in of_all(pairs):
+    for actual, masked, expected in of_all([(x, np.float32(y)) for x, y in pairs]):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(masked, expected, rtol=1e-5, atol=1e-6)
 
@@ -277,17 +259,10 @@ COLUMNS = ["kl_divergence", "kl_divergence_with_log_targets", "generalized_kl_di
 COLUMNS += ["cosine_distance", "convex_kl_divergence"]
 
 
-def test_a_mask_of_lower_rank_is_of_rows_or_as_numpy_has_it():
-    scores, labels, mask = jnp.array([[0.5, 0.25], [0.75, 0.5]]), jnp.array([0, 1]), np.array([True, False])
-
-    @jax.jit
-    def of_all(scores):
-        results = {}
-        for name in (*ROWS_FIRST, *COLUMNS):
-            others = [labels] if name in OF_LABELS else [scores[::-1], 2 * scores][: 1 + ("triplet" in name)]
-            masks = mask, np.broadcast_to(mask[:, None] if name in ROWS_FIRST else mask[None], (2, 2))
-            results[name] = [getattr(masksafe.losses, name)(scores, *others, where=where) for where in masks]
-        return results
-
-    for actual, expected in of_all(scores).values():
-        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+@pytest.mark.parametrize("name", [*ROWS_FIRST, *COLUMNS])
+def test_a_mask_of_lower_rank_is_of_rows_or_as_numpy_has_it(name):
+    scores, mask = np.float32([[0.5, 0.25], [0.75, 0.5]]), np.array([True, False])
+    others = [np.array([0, 1])] if name in OF_LABELS else [scores[::-1], 2 * scores][: 1 + ("triplet" in name)]
+    masks = mask, np.broadcast_to(mask[:, None] if name in ROWS_FIRST else mask[None], (2, 2))
+    of_both = jax.jit(lambda scores: [getattr(masksafe.losses, name)(scores, *others, where=where) for where in masks])
+    np.testing.assert_allclose(*of_both(scores), rtol=1e-6)

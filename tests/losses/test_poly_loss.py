@@ -39,10 +39,16 @@ def test_the_epsilon_of_a_masked_row_is_gone_and_its_cotangent_is_too():
             results = jax.jvp(masked, (epsilon,), (jnp.where(rows, 1.0, jnp.inf),))
         return results, jax.grad(lambda e: jnp.sqrt(masked(e)).sum())(epsilon)  # sqrt(0) of row 1
 
-    for where in (rows, np.broadcast_to(rows[:, None], (4, 5))):
-        clean = all_of(jnp.ones(4), where)
-        for result in jax.tree.leaves(clean):
-            assert np.isfinite(result).all()
-            assert result[1] == 0
-        for bad in (jnp.nan, jnp.inf):
-            chex.assert_trees_all_equal(all_of(jnp.where(rows, 1.0, bad), where), clean)
+    where = np.broadcast_to(rows[:, None], (4, 5))
+    clean = all_of(jnp.ones(4), where)
+    for result in jax.tree.leaves(clean):
+        assert np.isfinite(result).all()
+        assert result[1] == 0
+    for bad in (jnp.nan, jnp.inf):
+        chex.assert_trees_all_equal(all_of(jnp.where(rows, 1.0, bad), where), clean)
+
+
+def test_the_epsilon_of_a_bad_row_whose_loss_is_replaced_has_a_gradient_of_0():
+    logits, rows = np.where(np.arange(4)[:, None] == 1, np.nan, LOGITS), np.arange(4) != 1
+    of_epsilon = lambda e: jnp.where(rows, poly_loss_cross_entropy(logits, LABELS, epsilon=e), 0).sum()  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(jax.grad(of_epsilon))(jnp.ones(4)) == 0, ~rows)

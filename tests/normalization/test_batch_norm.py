@@ -1,11 +1,11 @@
 """batch_norm, group_norm and l2_normalize: batches over devices, axes, groups, digits, peers."""
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import with_gradients
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
@@ -18,21 +18,6 @@ WHERE = RNG.random(X.shape) < 0.6
 WHERE[:2] = WHERE[..., 4] = False  # samples and a feature with nothing left
 
 
-def differentiated(fn):
-    """The outputs, and the gradients of a sum that tells them apart."""
-
-    def total(*args):
-        out = fn(*args)
-        leaves = jax.tree.leaves(out)
-        return sum(jnp.sum(y * jnp.cos(i + jnp.arange(y.size)).reshape(y.shape)) for i, y in enumerate(leaves)), out
-
-    def both(*args):
-        (_, out), gradients = jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*args)
-        return out, gradients
-
-    return jax.jit(both)
-
-
 def batch_norm(x, scale, bias, where=None, **options):
     return masksafe.batch_norm(x, scale, bias, where=where, **options)
 
@@ -42,7 +27,7 @@ def batch_norm(x, scale, bias, where=None, **options):
 
 @pytest.fixture(scope="module")
 def of_the_whole():
-    return differentiated(lambda *args: batch_norm(*args, WHERE))(X, SCALE, BIAS)
+    return with_gradients(lambda *args: batch_norm(*args, WHERE), (0, 1, 2))(X, SCALE, BIAS)
 
 
 def on_devices(fn, mesh=None, **kwargs):
@@ -56,14 +41,14 @@ def test_batch_norm_of_a_sharded_batch_is_that_of_the_whole(axis_type, of_the_wh
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
         x, where = jax.device_put((X, WHERE), NamedSharding(mesh, P("batch")))
-        actual = differentiated(lambda *args: batch_norm(*args, where))(x, SCALE, BIAS)
+        actual = with_gradients(lambda *args: batch_norm(*args, where), (0, 1, 2))(x, SCALE, BIAS)
     chex.assert_trees_all_close(actual, of_the_whole, rtol=1e-4, atol=1e-4)
 
 
 def test_batch_norm_over_devices_exchanges_means_then_deviations(of_the_whole):
     fn = on_devices(lambda *args: batch_norm(*args, axis_name="batch"))
     of_value = jax.jit(lambda *args: fn(*args, WHERE)).lower(X, SCALE, BIAS).compile()
-    of_gradients = differentiated(lambda *args: fn(*args, WHERE)).lower(X, SCALE, BIAS).compile()
+    of_gradients = with_gradients(lambda *args: fn(*args, WHERE), (0, 1, 2)).lower(X, SCALE, BIAS).compile()
     chex.assert_trees_all_close(of_gradients(X, SCALE, BIAS), of_the_whole, rtol=1e-4, atol=1e-4)
     assert of_value.as_text().count(" all-reduce(") == 2
     # The second pass exchanges what the gradients of scale and bias need as well.
@@ -86,7 +71,7 @@ def test_batch_norm_over_named_axes_of_vmap(how, of_the_whole):
         fn = over("batch", "batch")
     else:
         fn = on_devices(over(("devices", "parts"), "parts"), mesh, check_vma=False)  # with which JAX allows it
-    actual = differentiated(lambda *args: fn(*args, WHERE))(X, SCALE, BIAS)
+    actual = with_gradients(lambda *args: fn(*args, WHERE), (0, 1, 2))(X, SCALE, BIAS)
     chex.assert_trees_all_close(actual, of_the_whole, rtol=1e-4, atol=1e-4)
 
 
@@ -98,15 +83,6 @@ def test_batch_norm_of_channels_on_several_axes():
     expected, *of_columns = masksafe.batch_norm(flat(X), scale, bias, where=flat(WHERE))
     chex.assert_trees_all_close(statistics, [s.reshape(6, 8) for s in of_columns], rtol=1e-5)
     np.testing.assert_allclose(flat(y), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_batch_norm_is_that_of_flax():
-    layer = nn.BatchNorm(use_running_average=False, momentum=0.0, use_fast_variance=False)
-    variables = {"params": {"scale": SCALE, "bias": BIAS}, "batch_stats": {"mean": np.zeros(6), "var": np.ones(6)}}
-    y, updated = layer.apply(variables, X, mutable="batch_stats")
-    actual = masksafe.batch_norm(X, SCALE, BIAS)
-    expected = (y, updated["batch_stats"]["mean"], updated["batch_stats"]["var"])
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "group_norm"])
@@ -129,7 +105,6 @@ def test_digits_survive_a_large_mean_and_equal_elements(name):
 # Group norm.
 
 
-@pytest.mark.forms
 def test_groups_of_channels_that_a_mesh_splits():
     x = np.random.default_rng(0).normal(size=(3, 2, 8)).astype(np.float32)
     mesh = jax.make_mesh((4,), ("channels",), axis_types=(AxisType.Explicit,))
@@ -139,25 +114,19 @@ def test_groups_of_channels_that_a_mesh_splits():
     np.testing.assert_allclose(actual, masksafe.group_norm(x, 2), rtol=1e-4, atol=1e-5)
 
 
-def test_group_norm_is_that_of_flax_for_channels_first_as_well():
-    layer = nn.GroupNorm(num_groups=3, epsilon=1e-6, use_fast_variance=False)
-    expected = layer.apply({"params": {"scale": SCALE, "bias": BIAS}}, X)
-    channels_first = jax.jit(lambda x: masksafe.group_norm(x, 3, SCALE, BIAS, axis=1))(np.moveaxis(X, -1, 1))
-    np.testing.assert_allclose(np.moveaxis(channels_first, 1, -1), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(3, 0), (3, 4, 0), (0, 4), (0, 3, 4), (3, 0, 4)])
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3, 4), (3, 0, 4)])
 def test_group_norm_of_no_elements(shape):
     out, gradient = jax.value_and_grad(lambda x: jnp.sum(masksafe.group_norm(x, 2)))(jnp.ones(shape))
     assert out == 0
     assert gradient.shape == shape
 
 
-@pytest.mark.forms
-def test_group_norm_of_one_sample_and_of_instances():
+def test_group_norm_of_one_sample_channels_first_and_instances():
     expected = masksafe.group_norm(X, 3, SCALE, BIAS)
     of_one_sample = masksafe.group_norm(np.moveaxis(X[0], -1, 0), 3, SCALE, BIAS, axis=0)
     np.testing.assert_allclose(np.moveaxis(of_one_sample, 0, -1), expected[0], rtol=1e-4, atol=1e-5)
+    channels_first = masksafe.group_norm(np.moveaxis(X, -1, 1), 3, SCALE, BIAS, axis=1)
+    np.testing.assert_allclose(np.moveaxis(channels_first, 1, -1), expected, rtol=1e-4, atol=1e-5)
     of_channels = masksafe.group_norm(X, 6, where=WHERE)
     np.testing.assert_allclose(of_channels, masksafe.standardize(X, 1, None, None, 1e-6, WHERE), rtol=1e-4, atol=1e-5)
 
@@ -182,9 +151,8 @@ def test_length_of_zeros_and_below_epsilon():
 
 
 def test_length_along_several_axes():
-    expected = np.where(
-        WHERE, X / np.maximum(np.sqrt((np.where(WHERE, X, 0) ** 2).sum((0, 2), keepdims=True)), 1e-9), 0
-    )
+    length = np.sqrt((np.where(WHERE, X, 0) ** 2).sum((0, 2), keepdims=True))
+    expected = np.where(WHERE, X / np.maximum(length, 1e-9), 0)
     np.testing.assert_allclose(masksafe.l2_normalize(X, (0, 2), WHERE), expected, rtol=1e-5)
 
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiers import first, pairs
+from tiers import pairs
 
 import masksafe
 
-OPS = ("sum", "mean", "var", "max", "min", "logsumexp", "softmax", "log_softmax", "standardize")
+OPS = ("var", "sum", "mean", "max", "min", "logsumexp", "softmax", "log_softmax", "standardize")
 ROWS, WIDTH = 100_000, 64
 COPY = 4 * ROWS * WIDTH  # bytes of the data in float32
 GENERATOR = np.random.default_rng(0)
@@ -25,18 +25,17 @@ def arguments(dtype):
 
 
 # In a thousand long segments sums have parts; ten thousand short ones are themselves a tenth of the data each.
-COPIES = {700: 1.2, 1000: 1.1, 10_000: 1.5}
-FIRST = ("var", "bfloat16", 1000)
+COPIES = {1000: 1.1, 10_000: 1.5}
 
 
-@pytest.mark.parametrize(("name", "dtype", "segments"), [FIRST, *pairs(OPS, ["float32", "bfloat16"], COPIES)])
+@pytest.mark.parametrize(("name", "dtype", "segments"), pairs(OPS, ["bfloat16", "float32"], COPIES))
 def test_a_value_needs_one_copy_of_the_data(name, dtype, segments):
     copies, op = COPIES[segments], functools.partial(getattr(masksafe, f"segment_{name}"), num_segments=segments)
     assert temporary_bytes(op, *arguments(dtype)) <= copies * COPY
 
 
 @pytest.mark.parametrize(("segments", "dtype", "copies"), [(1000, "bfloat16", 1.1), (10_000, "float32", 1.5)])
-@pytest.mark.parametrize("name", first(OPS, "softmax"))
+@pytest.mark.parametrize("name", ["softmax", *OPS[:6], *OPS[7:]])
 def test_a_gradient_keeps_hardly_more_than_one_copy_of_the_data(name, segments, dtype, copies):
     op = functools.partial(getattr(masksafe, f"segment_{name}"), num_segments=segments)
 
@@ -53,18 +52,18 @@ def test_a_gradient_keeps_hardly_more_than_one_copy_of_the_data(name, segments, 
     assert temporary_bytes(value_and_gradient, *args, jax.eval_shape(op, *args)) <= copies * COPY
 
 
-MILLION = 10**6
+MANY = 2**18
 LONG = {
-    "one": (1, np.zeros(MILLION, np.int32)),
-    "ten in order": (10, np.sort(GENERATOR.integers(-1, 11, MILLION).astype(np.int32))),
-    "one of a hundred": (100, np.where(GENERATOR.random(MILLION) < 0.9, 7, GENERATOR.integers(0, 100, MILLION))),
+    "one of a hundred": (100, np.where(GENERATOR.random(MANY) < 0.9, 7, GENERATOR.integers(0, 100, MANY))),
+    "one": (1, np.zeros(MANY, np.int32)),
+    "ten in order": (10, np.sort(GENERATOR.integers(-1, 11, MANY).astype(np.int32))),
 }
 
 
-@pytest.mark.parametrize("name", first(LONG, "one of a hundred"))
+@pytest.mark.parametrize("name", LONG)
 def test_long_segments_keep_their_digits(name):
     number, ids = LONG[name]
-    x = GENERATOR.normal(size=MILLION).astype(np.float32)
+    x = GENERATOR.normal(size=MANY).astype(np.float32)
     w = np.abs(x)
 
     @jax.jit
@@ -105,6 +104,5 @@ def test_long_segments_keep_their_digits(name):
 
 
 def test_ones_are_counted():
-    ones, zeros = jnp.ones(2**25), jnp.zeros(2**25, jnp.int32)
-    np.testing.assert_array_equal(masksafe.segment_sum(ones, zeros, 1), 2**25)
-    np.testing.assert_array_equal(masksafe.segment_mean(ones, zeros, 1), 1)
+    ones, zeros = jnp.ones(2**24 + 10), jnp.zeros(2**24 + 10, jnp.int32)
+    np.testing.assert_array_equal(masksafe.segment_sum(ones, zeros, 1), 2**24 + 10)

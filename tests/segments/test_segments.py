@@ -9,7 +9,6 @@ import pytest
 from comparisons import assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiers import first
 
 import masksafe
 
@@ -18,7 +17,7 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(N, COLUMNS)).astype(np.float32)
 IDS = RNG.choice([0, 1, 2, 4], N).astype(np.int32)  # 3 is empty
 ROWS = RNG.random(N) < 0.7
-REDUCTIONS = "sum", "mean", "var", "max", "min", "logsumexp"
+REDUCTIONS = "mean", "sum", "var", "max", "min", "logsumexp"
 OF_ROWS = "softmax", "log_softmax", "standardize"
 OPS = *REDUCTIONS, *OF_ROWS
 NOTHING = {"max": -np.inf, "min": np.inf, "logsumexp": -np.inf}
@@ -33,8 +32,7 @@ def finite(out):
     return masksafe.mask_where(jnp.isinf(out), out, 0)
 
 
-def each_op(of_first):
-    return pytest.mark.parametrize("name", first(OPS, of_first))
+each_op = pytest.mark.parametrize("name", OPS)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "number", "options"))
@@ -49,28 +47,20 @@ def step(name, x, ids, where=None, number=S, options=()):
     return out, gradient
 
 
-def by_rows(name, x):
-    """The same by the op for rows, of each segment by itself."""
-    op = getattr(masksafe, name)
-    if name in REDUCTIONS:
-        return jnp.stack([op(x[s == IDS], axis=0) for s in range(S)])
-    out = jnp.full(x.shape, MASKED.get(name, 0), np.float32)
-    for s in np.unique(IDS):
-        out = out.at[s == IDS].set(op(x[s == IDS], axis=0))
-    return out
-
-
-@each_op("var")
-def test_the_op_for_rows_of_each_segment(name):
-    arrays = [RNG.normal(size=shape).astype(np.float32) for shape in ((N,), (N, COLUMNS), (N, 2, 2))]
-    for op, rows in jax.jit(lambda arrays: [(segment(name)(x, IDS, S), by_rows(name, x)) for x in arrays])(arrays):
-        np.testing.assert_allclose(op, rows, rtol=1e-5, atol=1e-6)
+@each_op
+def test_any_rank_is_as_columns(name):
+    arrays = [RNG.normal(size=shape).astype(np.float32) for shape in ((N,), (N, 2, 2))]
+    of_arrays = jax.jit(lambda arrays: [segment(name)(x, IDS, S) for x in arrays])(arrays)
+    for x, out in zip(arrays, of_arrays, strict=True):
+        assert out.shape[1:] == x.shape[1:]
+        expected, _ = step(name, x.reshape(N, -1), IDS)
+        np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["sum", "max", "min"])
 def test_jax_ops(name):
     peer = getattr(jax.ops, f"segment_{name}")
-    for x in (X, X[:, 0], np.arange(N, dtype=np.int32), np.arange(N, dtype=np.uint8), X > 0):
+    for x in (X, np.arange(N, dtype=np.uint8), X > 0):
         if name == "sum":
             np.testing.assert_allclose(masksafe.segment_sum(x, IDS, S), peer(x.astype(jnp.sum(x).dtype), IDS, S))
         else:
@@ -79,7 +69,7 @@ def test_jax_ops(name):
             np.testing.assert_array_equal(out, peer(x, IDS, S))
 
 
-@each_op("mean")
+@each_op
 def test_an_id_out_of_range_is_masked_as_a_row_is(name):
     garbage = np.where(ROWS[:, None], X, np.nan)
     expected = step(name, X, IDS, ROWS)
@@ -90,7 +80,7 @@ def test_an_id_out_of_range_is_masked_as_a_row_is(name):
     np.testing.assert_array_equal(segment(name)(garbage, ids, S), expected[0])  # NumPy's 64 bits do not wrap
 
 
-@each_op("var")
+@each_op
 def test_sorted_ids(name):
     order = np.argsort(IDS, kind="stable")
     x, ids, rows = X[order], IDS[order], ROWS[order]
@@ -100,7 +90,7 @@ def test_sorted_ids(name):
     assert_close(step(name, x, ids, options=options), step(name, x, ids))
 
 
-@each_op("sum")
+@each_op
 def test_a_nan_stays_in_its_segment(name):
     dirty = np.array(X)
     at = np.flatnonzero(IDS == 2)[0]
@@ -125,14 +115,13 @@ def test_the_number_of_segments_is_that_of_unmasked_ids():
         jax.jit(masksafe.segment_sum)(np.ones(4), ids)
 
 
-@each_op("standardize")
+@each_op
 def test_no_rows_no_elements_and_no_segments(name):
-    for x, number in ((X[:0], S), (X, 0), (X[:0], 0), (X[:, :0], S)):
-        for where in (None, np.ones(x.shape, bool), np.ones(len(x), bool)):
-            out, gradient = step(name, x, np.zeros(len(x), np.int32), where, number=number)
-            expected = np.full((number, *x.shape[1:]), NOTHING.get(name, 0)) if name in REDUCTIONS else None
-            np.testing.assert_array_equal(out, np.full(x.shape, MASKED.get(name, 0)) if expected is None else expected)
-            np.testing.assert_array_equal(gradient, np.zeros_like(x))
+    for x, number, where in ((X[:0], S, np.ones((0, COLUMNS), bool)), (X, 0, None), (X[:, :0], S, np.ones(N, bool))):
+        out, gradient = step(name, x, np.zeros(len(x), np.int32), where, number=number)
+        expected = np.full((number, *x.shape[1:]), NOTHING.get(name, 0)) if name in REDUCTIONS else None
+        np.testing.assert_array_equal(out, np.full(x.shape, MASKED.get(name, 0)) if expected is None else expected)
+        np.testing.assert_array_equal(gradient, np.zeros_like(x))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
@@ -149,19 +138,20 @@ def test_an_offset_costs_no_digits(offset):
 def test_equal_elements_have_no_variance():
     x, ids = np.float32([0.1] * 7 + [1e4 + 0.3] * 7 + [3e38] * 7), np.repeat(np.arange(3), 7)
     np.testing.assert_array_equal(masksafe.segment_var(x, ids, 3), 0)
-    np.testing.assert_array_equal(masksafe.segment_standardize(x, ids, 3), 0)
+    out, pull_back = jax.vjp(lambda x: masksafe.segment_standardize(x, ids, 3, epsilon=0), x)
+    np.testing.assert_array_equal([out, *pull_back(jnp.ones(21))], 0)
 
 
 IN_PARTS = {"fewest_rows_in_parts": 1, "fewest_rows_of_segments_in_parts": 1, "rows_of_part_by_segments": 1}
 
 
-@each_op("var")
+@each_op
 def test_rows_in_parts(name, choose):
     """Of large arrays sums are made of parts; four of these, one of which has no row of some segment."""
     order = np.argsort(IDS, kind="stable")
     ids = IDS.copy()
     ids[[0, 7, 23]] = -1, S, 2**31 - 1
-    cases = [(X, ids, None, ()), (X, ids, ROWS, ()), (X, ids, X > 0, ()), (X[:, 0], ids, None, ())]
+    cases = [(X, ids, ROWS, ()), (X[:, 0], ids, X[:, 0] > 0, ())]
     in_order = np.append(np.full(7, -1), np.append(IDS[order][7:-7], np.full(7, S)))  # more than a part is masked
     cases.append((X, in_order, None, (("indices_are_sorted", True),)))
     expected = [step(name, x, ids, where, options=options) for x, ids, where, options in cases]
@@ -172,7 +162,7 @@ def test_rows_in_parts(name, choose):
         assert_close(step(name, x, ids, where, options=options), of_case)
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "var"])
+@pytest.mark.parametrize("name", ["var", "mean"])
 def test_weights_of_rows_in_parts(name, choose):
     weights = RNG.uniform(0.5, 2, N).astype(np.float32)
     op = lambda x, w: jnp.sum(jnp.sin(segment(name)(x, IDS, S, weights=w)))  # noqa: E731
@@ -185,7 +175,7 @@ def test_16_bits_are_summed_in_float32_and_a_weighted_reduction_has_the_dtype_of
     x, ids = jnp.full(8192, 8, jnp.float16), jnp.zeros(8192, jnp.int32)
     assert masksafe.segment_sum(x / 64, ids, 1) == 1024
     assert masksafe.segment_mean(x / 64, ids, 1) == 0.125
-    for name, expected in (("sum", 69632), ("mean", 8), ("var", 0)):
+    for name, expected in (("sum", 69632), ("mean", 8)):
         result = segment(name)(x, ids, 1, weights=jnp.full(8192, 1.0625, jnp.float32))
         assert result.dtype == jnp.float32
         assert result == expected
@@ -233,30 +223,14 @@ def test_equal_extrema_of_16_bits_share_in_float32(name):
         assert jax.jvp(extremum, (x,), (x,))[1] == 1
 
 
-def test_the_gradient_by_narrower_weights_is_of_their_dtype():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        x, weights = jnp.array([1.0, 2.0, 4.0], jnp.float64), jnp.ones(3, jnp.float32)
-        of_weights = jax.grad(lambda w: jnp.sum(masksafe.segment_var(x, np.zeros(3, int), 1, weights=w)))(weights)
-    assert of_weights.dtype == jnp.float32
-
-
 def test_a_variance_that_overflows_is_infinite():
     np.testing.assert_array_equal(masksafe.segment_var(np.float32([1e38, -1e38, 1]), [0, 0, 1], 2), [np.inf, 0])
-
-
-def test_equal_elements_are_0_without_epsilon():
-    standardize = lambda x: masksafe.segment_standardize(x, [0, 0, 1], 2, epsilon=0)  # noqa: E731
-    out, pull_back = jax.vjp(standardize, jnp.array([2.0, 2.0, 7.0]))
-    np.testing.assert_array_equal([out, *pull_back(jnp.ones(3))], 0)
-    with pytest.raises(ValueError, match=r"^segment_standardize: epsilon: got value -1.0; expected 0 or more"):
-        masksafe.segment_standardize(X, IDS, S, epsilon=-1)
 
 
 def test_unsigned_ids():
     ids = np.append(IDS[1:], 2**32 - 1).astype(np.uint32)
     x, expected = np.append(X[1:], X[:1], 0), masksafe.segment_sum(X[1:], IDS[1:], S)
     np.testing.assert_array_equal(masksafe.segment_sum(x, ids, S), expected)
-    np.testing.assert_array_equal(masksafe.segment_sum(x, ids, where=np.arange(N) < N - 1), expected)
     with masksafe.label_checks("raise"):
         masksafe.segment_sum(x[:-1], ids[:-1], S)
 
@@ -281,8 +255,6 @@ def test_checks_report_ids_that_stand_for_no_padding():
         text = rf"^segment_sum: 2 of 5 segment_ids are outside \[0, {S}\), and neither -1 nor {S}; first at \(3,\): 6"
         with pytest.raises(ValueError, match=text):
             masksafe.segment_sum(np.ones(5), ids, S)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="2 of 5 segment_ids"):
-            jax.block_until_ready(jax.jit(masksafe.segment_sum, static_argnums=2)(np.ones(5), ids, S))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +269,7 @@ def test_checks_report_ids_that_stand_for_no_padding():
         (ValueError, "axis_name: got value 'x'", {"axis_name": "x"}),
     ],
 )
-def test_refusals(kind, text, call):
+def test_bad_arguments_are_refused(kind, text, call):
     with pytest.raises(kind, match=f"^segment_mean: {text}"):
         masksafe.segment_mean(**{"data": X, "segment_ids": IDS, "num_segments": S} | call)
 
@@ -309,7 +281,7 @@ FOUR = np.arange(N) // (N // 4)
 HERE = ROWS & (FOUR > 0)
 
 
-@each_op("var")
+@each_op
 def test_rows_over_devices(name):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     rows = P("x")
@@ -328,12 +300,10 @@ def test_rows_over_devices(name):
     assert_close(jax.jit(mapped)(X, IDS, HERE), step(name, X, IDS, HERE))
 
 
-# Each op in two splits and in meshes of both kinds, each split in meshes of both kinds.
 KINDS = AxisType.Auto, AxisType.Explicit
-IN_MESHES = [(name, SPLITS[(i + j) % 4], kind) for i, name in enumerate(OPS) for j, kind in enumerate(KINDS)]
+IN_MESHES = [(name, SPLITS[i % 4], KINDS[i // 4 % 2]) for i, name in enumerate(OPS)]
 
 
-@pytest.mark.forms
 @pytest.mark.parametrize(("name", "spec", "kind"), IN_MESHES, ids=str)
 def test_data_split_over_a_mesh(name, spec, kind):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
