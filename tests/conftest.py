@@ -58,8 +58,7 @@ NOT_OPTIMISED = (
 # `-m forms`. What is refused compiles nothing, and all of it runs.
 OF_FIRST_VALUES = (
     "tests/adapters/",
-    "tests/attention/test_attention_formula.py",
-    "tests/attention/test_attention_splash.py",
+    "tests/attention/",
     "tests/losses/test_contrastive.py",
     "tests/losses/test_cross_entropy.py",
     "tests/losses/test_linear_",
@@ -69,6 +68,7 @@ OF_FIRST_VALUES = (
     "tests/reductions/test_reductions.py",
     "tests/segments/",
     "tests/test_softmax.py",
+    "tests/testing/",
 )
 
 
