@@ -206,7 +206,7 @@ def positions_and_mods(S):
                 dict(is_causal=True, local_window_size=(3, 3), key_positions=key_at[:1]),
                 (behind_first >= 0) & (behind_first <= 3),
             ),
-            "mod, chunked": (dict(mask_mod=lambda b, h, q, k: q // 3 == k // 3), QUERY // 3 == key // 3),
+            "mod, chunked": (dict(mask_mod=lambda b, h, q, k: q // 3 == k // 3), key // 3 == QUERY // 3),
             "mod of samples and heads": (
                 dict(mask_mod=lambda b, h, q, k: (k < jnp.asarray(OF_SAMPLES)[b]) & ((q + k) % 2 == h)),
                 (OF_SAMPLES[:, None, None, None] > key) & (np.arange(2)[:, None, None] == (QUERY + key) % 2),

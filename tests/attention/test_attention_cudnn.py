@@ -26,7 +26,7 @@ def test_an_installation_without_cudnn_does_not_notice():
     by_xla, by_default = (jax.make_jaxpr(lambda x: attention(x, x, x, implementation=i))(x) for i in ("xla", None))  # noqa: B023
     if _cudnn._refusal_of_jax(8, x.dtype) is not None:
         assert str(by_default) == str(by_xla)
-        with pytest.raises(ValueError, match="implementation: got value 'cudnn'.*JAX reports: cuDNN"):
+        with pytest.raises(ValueError, match=r"implementation: got value 'cudnn'.*JAX reports: cuDNN"):
             attention(x, x, x, implementation="cudnn")
 
 
