@@ -229,16 +229,14 @@ def test_masks_are_equal_by_what_they_hold_and_can_be_pickled():
         assert jax.tree.structure(one) != jax.tree.structure(other)
 
 
-def test_a_ready_made_mask_is_traced_once_whatever_its_arrays(monkeypatch):
+def test_a_ready_made_mask_goes_through_jit_and_is_traced_once_whatever_its_arrays(monkeypatch):
     inputs, traced = random_inputs(), []
-    attend = lambda lengths: attention(  # noqa: E731
-        *inputs, mask_mod=attention_masks.causal | attention_masks.prefix(lengths)
-    )
-    attend(jnp.array([1, 2]))
+    mask_of = lambda *lengths: attention_masks.causal | attention_masks.prefix(jnp.array(lengths))  # noqa: E731
+    attend = lambda mask: attention(*inputs, mask_mod=mask)  # noqa: E731
+    assert_close(jax.jit(attend)(mask_of(1, 4)), attend(mask_of(1, 4)))
     monkeypatch.setattr(attention_masks.Prefix, "__call__", lambda *args: traced.append(args))
-    expected = exact(*inputs, (KEY <= QUERY) | (np.array([3, 5])[:, None, None, None] > KEY))[0]
-    assert_close(jax.jit(attend)(jnp.array([3, 5])), expected)
-    assert_close(attend(jnp.array([3, 5])), expected)
+    live = (KEY <= QUERY) | (np.array([3, 5])[:, None, None, None] > KEY)
+    assert_close(attend(mask_of(3, 5)), exact(*inputs, live)[0])
     assert not traced
 
 
