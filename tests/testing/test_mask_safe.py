@@ -171,6 +171,7 @@ MULTIPLIED["gradient"].defvjp(
 )
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("derivative", MULTIPLIED)
 def test_product_with_a_mask_that_xla_makes_a_selection_is_found(derivative):
     fn, args, masked = MULTIPLIED[derivative], (X, jnp.asarray(~MASK)), {0: MASK}

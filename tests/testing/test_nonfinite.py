@@ -382,6 +382,7 @@ def test_shard_map_is_replayed(fn, axis_type):
     assert report.first.device == {"a": 1, "b": 0}
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("grad", [False, True])
 def test_constant_of_one_device_in_a_shard_map(grad):
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -398,6 +399,7 @@ def test_constant_of_one_device_in_a_shard_map(grad):
     assert report.first.device == {"a": 1}
 
 
+@pytest.mark.forms
 def test_equation_that_hides_a_program_says_so():
     def kernel(x_ref, y_ref):
         y_ref[...] = jnp.log(x_ref[...])
