@@ -200,11 +200,3 @@ def test_lengths_out_of_range_are_marked():
     for x in results:
         np.testing.assert_array_equal(np.isnan(x).reshape(2, -1).all(1), [False, True])
         assert np.isfinite(x[0]).all()
-
-
-def test_without_label_checks_a_program_has_no_part_of_them():
-    lower = lambda: jax.jit(of_key_lengths).lower(7, 8).as_text()  # noqa: E731
-    without = lower()
-    with masksafe.label_checks("raise"):
-        assert lower() != without
-    assert lower() == without

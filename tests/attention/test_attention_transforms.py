@@ -10,7 +10,6 @@ import pytest
 from attention_cases import (
     CASES,
     attention,
-    below,
     by_rows,
     causal,
     exact,
@@ -28,29 +27,6 @@ from masksafe._core import platforms
 from masksafe._core.tiles import divide
 from masksafe.attention._pairs import Pairs, unmasked_tiles
 from masksafe.attention._plan import Plan
-
-# Transformations.
-
-
-@pytest.mark.parametrize("over", [4, 0, 3])
-def test_vmap_over_any_argument(over, many_blocks):
-    lengths = np.array([[7], [0], [4]])
-    stacked = [*(np.expand_dims(x, 1) for x in random_inputs(3)), normals(3, 1, 2, 6, 7, seed=5), lengths]
-    args = [x if i == over else x[0] for i, x in enumerate(stacked)]
-    d_out = normals(1, 6, 2, 4, seed=6)
-
-    def fn(*args):
-        run = functools.partial(attention, key_value_seq_lengths=args[4], is_causal=True)
-        return with_gradients(run)(args[:4], d_out)
-
-    batched = jax.jit(jax.vmap(fn, [0 if i == over else None for i in range(5)]))(*args)
-    for i in range(3):
-        *inputs, length = (x[i] if n == over else x for n, x in enumerate(args))
-        live = causal(6, 7) & below(length, 7)[:, None, None, :]
-        (expected, _), of_all = exact(*inputs[:3], live, inputs[3], d_out=d_out)
-        expected = expected, [of_all[name] for name in ("query", "key", "value", "bias")]
-        assert_close(jax.tree.map(lambda x, i=i: x[i], batched), expected)
-
 
 # Many devices.
 

@@ -519,12 +519,3 @@ def test_bad_arguments_are_refused(case):
 def test_an_axis_outside_of_shard_map_is_refused():
     with pytest.raises(ValueError, match="axis_name: got value 'time'; expected an axis of the mesh"):
         attention(*random_inputs(), axis_name="time")
-
-
-def test_cudnn_is_refused_for_the_ring():
-    q = jax.ShapeDtypeStruct((1, 16, 2, 64), jnp.bfloat16)
-    fn = functools.partial(attention, axis_name="time", implementation="cudnn")
-    split = jax.shard_map(fn, mesh=mesh_of(4), in_specs=IN_TIME, out_specs=IN_TIME)
-    text = r"^dot_product_attention: implementation: got value 'cudnn'.*For cuDNN, it has no axis_name"
-    with pytest.raises(ValueError, match=text):
-        jax.eval_shape(split, q, q, q)
