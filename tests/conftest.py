@@ -58,13 +58,13 @@ NOT_OPTIMISED = (
 # `-m forms`. What is refused compiles nothing, and all of it runs.
 OF_FIRST_VALUES = (
     "tests/adapters/",
-    "tests/attention/test_attention_formula.py",
-    "tests/attention/test_attention_splash.py",
+    "tests/attention/",
     "tests/losses/",
     "tests/normalization/",
     "tests/reductions/",
     "tests/segments/",
     "tests/test_softmax.py",
+    "tests/testing/",
 )
 
 

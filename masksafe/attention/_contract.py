@@ -118,7 +118,8 @@ def value(kernel: Kernel, plan: Plan, x: Operands, pairs: Pairs) -> Partial:
     """The same, wide, as a `Partial` of all keys; not differentiated."""
     x = _clean(plan, x)
     sees_any = _pairs.sees_any(plan, pairs, x.q.shape[1], x.k.shape[1])
-    results = kernel.run(plan, kernel.prepare(plan, x, pairs, sees_any))
+    run = _over_vmap(kernel)(functools.partial(kernel.run, plan))
+    results = run(kernel.prepare(plan, x, pairs, sees_any))
     is_bad = by_query_head(_pairs.see_bad(plan, pairs, x.q.shape[1], x.k.shape[1]))
     o, lse = _marked(is_bad, sees_any, results)
     return Partial(o, lse[..., None], jnp.ones_like(lse[..., None]))

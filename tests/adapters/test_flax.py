@@ -14,20 +14,11 @@ def ids(value):
 
 
 each_library = pytest.mark.parametrize("flax", [Nnx, Linen], ids=ids)
-linen_by_default = pytest.mark.parametrize("flax", [Linen, Nnx], ids=ids)
-nnx_by_default = pytest.mark.parametrize("flax", [Nnx, Linen], ids=ids)
 
-COMPARED = {  # the norms of each library, and those that are compared by default
-    Nnx: cases.NORMS,
-    Linen: cases.NORMS | cases.OF_LINEN,
-}
+COMPARED = {Nnx: cases.NORMS, Linen: cases.NORMS | cases.OF_LINEN}
 
 
-@pytest.mark.parametrize(
-    ("flax", "name"),
-    [(flax, n) for flax, norms in COMPARED.items() for n in norms],
-    ids=ids,
-)
+@pytest.mark.parametrize(("flax", "name"), [(flax, n) for flax, norms in COMPARED.items() for n in norms], ids=ids)
 def test_norms_have_the_state_values_and_gradients_of_flax(flax, name):
     layers = [norm(flax, module, name) for module in (flax.ours, flax.own)]
     (_, *state), (_, *expected) = map(flax.split, layers)
@@ -40,12 +31,15 @@ def test_norms_have_the_state_values_and_gradients_of_flax(flax, name):
 @pytest.mark.parametrize("name", MASKED)
 @each_library
 def test_norms_do_not_see_what_is_masked(flax, name):
-    layer, mask = norm(flax, flax.ours, name), jnp.array(MASK)
-    y, _, d_x, _ = cases.same_for_all_garbage(lambda x: value_and_gradients(flax, layer, filled(x), mask=mask))
+    layer, own = (norm(flax, module, name) for module in (flax.ours, flax.own))
+    mask = jnp.array(MASK)
+    y, _, d_x, after = cases.same_for_all_garbage(lambda x: value_and_gradients(flax, layer, filled(x), mask=mask))
     cases.assert_masked_are_zero(y, d_x)
+    expected, own_after = flax.apply(*flax.split(own), X, mask=jnp.broadcast_to(mask, X.shape))
+    cases.assert_close((y[VALID], after), (expected[VALID], own_after))
 
 
-@linen_by_default
+@each_library
 def test_a_batch_over_devices_counts_elements_and_not_devices(flax):
     whole, part = (
         flax.split(flax.make(flax.ours, "BatchNorm", use_running_average=False, axis_name=name))
@@ -138,7 +132,7 @@ def test_attention_to_a_context_with_nothing_left(flax, keywords):
     np.testing.assert_allclose(y[:2], expected[:2], rtol=1e-5, atol=1e-5)
 
 
-@nnx_by_default
+@each_library
 def test_attention_decodes_step_by_step_what_it_computes_at_once(flax):
     at_once = attention(flax, flax.ours)(X, mask=jnp.tril(jnp.ones((4, 4))))
     decoder = flax.decoder(X)

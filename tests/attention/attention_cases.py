@@ -145,67 +145,85 @@ def below(lengths, size):
     return np.arange(size) < np.array(lengths)[:, None]
 
 
-IDS = np.array([[0, 0, 1, 1, 1, 7], [3, 3, 3, 2, 2, 2]]), np.array([[0, 1, 1, 1, 2, 2, 2], [2, 2, 3, 2, 2, 2, 2]])
-OF_KEYS = np.array([[1, 1, 0, 1, 0, 0, 0], [0] * 7], bool)[:, None, None]
-PAIRS = replaced(np.random.default_rng(0).random((2, 2, 6, 7)) < 0.4, (0, 1, 2), False)
-LEFT_PADDED = (np.arange(7) >= np.array([[3], [1]]))[:, None, None]
-
-CASES = {
-    "causal": (dict(is_causal=True), causal(6, 7)),
-    "causal, aligned at the end": (dict(is_causal=True, causal_offset=1), causal(6, 7, 1)),
-    "causal, dead rows": (dict(is_causal=True, causal_offset=-2), causal(6, 7, -2)),
-    "window": (dict(local_window_size=(2, 1)), window(6, 7, 2, 1)),
-    "window, behind the keys for the last queries": (dict(local_window_size=(-3, 4)), window(6, 7, -3, 4)),
-    "key lengths": (dict(key_value_seq_lengths=np.array([5, 0])), below([5, 0], 7)[:, None, None, :]),
-    "query lengths": (dict(query_seq_lengths=np.array([2, 5])), below([2, 5], 6)[:, None, :, None]),
-    "segments": (
-        dict(query_segment_ids=IDS[0], key_value_segment_ids=IDS[1]),
-        IDS[0][:, None, :, None] == IDS[1][:, None, None, :],
-    ),
-    "keys of every sample": (dict(mask=OF_KEYS), OF_KEYS),
-    "pairs": (dict(mask=PAIRS), PAIRS),
-    "bias of -inf": (dict(bias=np.where(causal(6, 7, -1), np.float32(0.5), -np.inf)), causal(6, 7, -1)),
-    "causal and left padding": (dict(is_causal=True, mask=LEFT_PADDED), causal(6, 7) & LEFT_PADDED),
-}
-QUERY, KEY = np.arange(6)[:, None], np.arange(7)
-POSITIONS = dict(
-    query_positions=np.array([[5, 0, 3, 3, -2, 9], [0, 1, 2, 3, 4, 5]]),
-    key_positions=np.array([[3, 7, -5, 0, 0, 4, 2], [6, 5, 4, 3, 2, 1, 0]]),
-)
-QUERY_AT, KEY_AT = POSITIONS["query_positions"][:, None, :, None], POSITIONS["key_positions"][:, None, None]
-BEHIND, BEHIND_FIRST = QUERY_AT - KEY_AT, QUERY - KEY_AT[:1]
-LENGTHS = dict(query_seq_lengths=np.array([6, 3]), key_value_seq_lengths=np.array([6, 4]))
+QUERY = np.arange(6)[:, None]
 OF_SAMPLES = np.array([2, 5])
 
-# Which no kernel of the library takes.
-POSITIONS_AND_MODS = {
-    "positions": (dict(is_causal=True, **POSITIONS), BEHIND >= 0),
-    "positions, window": (dict(local_window_size=(2, 1), **POSITIONS), (BEHIND <= 2) & (BEHIND >= -1)),
-    "positions and lengths": (
-        dict(is_causal=True, **POSITIONS, **LENGTHS),
-        (BEHIND >= 0) & below([6, 3], 6)[:, None, :, None] & below([6, 4], 7)[:, None, None],
-    ),
-    "positions of queries": (dict(is_causal=True, query_positions=POSITIONS["query_positions"]), QUERY_AT >= KEY),
-    "positions of keys, the same for all samples": (
-        dict(is_causal=True, local_window_size=(3, 3), key_positions=POSITIONS["key_positions"][:1]),
-        (BEHIND_FIRST >= 0) & (BEHIND_FIRST <= 3),
-    ),
-    "mod, chunked": (dict(mask_mod=lambda b, h, q, k: q // 3 == k // 3), QUERY // 3 == KEY // 3),
-    "mod of samples and heads": (
-        dict(mask_mod=lambda b, h, q, k: (k < jnp.asarray(OF_SAMPLES)[b]) & ((q + k) % 2 == h)),
-        (OF_SAMPLES[:, None, None, None] > KEY) & (np.arange(2)[:, None, None] == (QUERY + KEY) % 2),
-    ),
-    "mod of keys": (dict(mask_mod=lambda b, h, q, k: k != 4), KEY != 4),
-    "mod of queries": (dict(mask_mod=lambda b, h, q, k: q > 1), QUERY > 1),
-    "mod of nothing": (dict(mask_mod=lambda *_: jnp.asarray(False)), False),
-}
+
+def cases_of(S):
+    """Masks of six queries and up to eight keys, of two samples and heads: arguments, and the pairs they allow."""
+    of_keys = np.array([[1, 1, 0, 1, 0, 0, 0, 1], [0] * 8], bool)[:, None, None, :S]
+    pairs = replaced(np.random.default_rng(0).random((2, 2, 6, S)) < 0.4, (0, 1, 2), False)
+    left_padded = (np.arange(S) >= np.array([[3], [1]]))[:, None, None]
+    ids = np.array([[0, 0, 1, 1, 1, 7], [3, 3, 3, 2, 2, 2]])
+    key_ids = np.array([[0, 1, 1, 1, 2, 2, 2, 0], [2, 2, 3, 2, 2, 2, 2, 3]])[:, :S]
+    segments = dict(query_segment_ids=ids, key_value_segment_ids=key_ids)
+    in_segment = ids[:, None, :, None] == key_ids[:, None, None]
+    lengths = dict(query_seq_lengths=np.array([6, 3]), key_value_seq_lengths=np.array([6, 4]))
+    in_lengths = below([6, 3], 6)[:, None, :, None] & below([6, 4], S)[:, None, None]
+    offsets = np.stack([causal(6, S, 1), causal(6, S, -2)])[:, None]
+    return over_all_pairs(
+        {
+            "causal": (dict(is_causal=True), causal(6, S)),
+            "causal, aligned at the end": (dict(is_causal=True, causal_offset=1), causal(6, S, 1)),
+            "causal, dead rows": (dict(is_causal=True, causal_offset=-2), causal(6, S, -2)),
+            "window": (dict(local_window_size=(2, 1)), window(6, S, 2, 1)),
+            "window, behind the keys for the last queries": (dict(local_window_size=(-3, 4)), window(6, S, -3, 4)),
+            "key lengths": (dict(key_value_seq_lengths=np.array([5, 0])), below([5, 0], S)[:, None, None, :]),
+            "query lengths": (dict(query_seq_lengths=np.array([2, 9])), below([2, 9], 6)[:, None, :, None]),
+            "segments": (segments, in_segment),
+            "keys of every sample": (dict(mask=of_keys), of_keys),
+            "pairs": (dict(mask=pairs), pairs),
+            "bias of -inf": (dict(bias=np.where(causal(6, S, -1), np.float32(0.5), -np.inf)), causal(6, S, -1)),
+            "causal and left padding": (dict(is_causal=True, mask=left_padded), causal(6, S) & left_padded),
+            "causal, lengths": (dict(is_causal=True, **lengths), causal(6, S) & in_lengths),
+            "causal, segments, lengths": (
+                dict(is_causal=True, **segments, **lengths),
+                causal(6, S) & in_segment & in_lengths,
+            ),
+            "causal, offsets of samples": (dict(is_causal=True, causal_offset=np.array([1, -2])), offsets),
+            "window and keys": (dict(local_window_size=(1, 0), mask=of_keys), window(6, S, 1, 0) & of_keys),
+        },
+        S,
+    )
 
 
-def over_all_pairs(cases):
-    return {name: (arguments, np.broadcast_to(live, (2, 2, 6, 7))) for name, (arguments, live) in cases.items()}
+def positions_and_mods(S):
+    """The same, which no kernel of a library takes."""
+    at = np.array([[5, 0, 3, 3, -2, 9], [0, 1, 2, 3, 4, 5]])
+    key_at = np.array([[3, 7, -5, 0, 0, 4, 2, 9], [7, 6, 5, 4, 3, 2, 1, 0]])[:, :S]
+    positions, key = dict(query_positions=at, key_positions=key_at), np.arange(S)
+    behind, behind_first = at[:, None, :, None] - key_at[:, None, None], QUERY - key_at[:1]
+    return over_all_pairs(
+        {
+            "positions": (dict(is_causal=True, **positions), behind >= 0),
+            "positions, window": (dict(local_window_size=(2, 1), **positions), (behind <= 2) & (behind >= -1)),
+            "positions and lengths": (
+                dict(is_causal=True, **positions, query_seq_lengths=np.array([6, 3])),
+                (behind >= 0) & below([6, 3], 6)[:, None, :, None],
+            ),
+            "positions of queries": (dict(is_causal=True, query_positions=at), at[:, None, :, None] >= key),
+            "positions of keys, the same for all samples": (
+                dict(is_causal=True, local_window_size=(3, 3), key_positions=key_at[:1]),
+                (behind_first >= 0) & (behind_first <= 3),
+            ),
+            "mod, chunked": (dict(mask_mod=lambda b, h, q, k: q // 3 == k // 3), key // 3 == QUERY // 3),
+            "mod of samples and heads": (
+                dict(mask_mod=lambda b, h, q, k: (k < jnp.asarray(OF_SAMPLES)[b]) & ((q + k) % 2 == h)),
+                (OF_SAMPLES[:, None, None, None] > key) & (np.arange(2)[:, None, None] == (QUERY + key) % 2),
+            ),
+            "mod of keys": (dict(mask_mod=lambda b, h, q, k: k != 4), key != 4),
+            "mod of queries": (dict(mask_mod=lambda b, h, q, k: q > 1), QUERY > 1),
+            "mod of nothing": (dict(mask_mod=lambda *_: jnp.asarray(False)), False),
+        },
+        S,
+    )
 
 
-CASES, POSITIONS_AND_MODS = over_all_pairs(CASES), over_all_pairs(POSITIONS_AND_MODS)
+def over_all_pairs(cases, S):
+    return {name: (arguments, np.broadcast_to(live, (2, 2, 6, S))) for name, (arguments, live) in cases.items()}
+
+
+CASES = cases_of(7)
 
 
 # Other derivatives than those of a reverse pass.

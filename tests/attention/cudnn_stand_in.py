@@ -7,15 +7,32 @@ Like the kernel it is called through `jax.nn.dot_product_attention`, and has a r
 * Queries and keys beyond the lengths are not written; what is found there is 7 here.
 * An array that masks becomes a finite bias, as in `jax.nn`.
 * Key heads are shared by groups of query heads, weights are rounded to the dtype of the values.
+* `jax.vmap` may not go over it: `jax.nn` takes a batch in front alone, and older versions only one of all arrays.
 """
 
+import contextlib
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jax.custom_batching import custom_vmap
+
+from masksafe._core import platforms
+from masksafe.attention import _cudnn
 
 UNWRITTEN = 7
+
+
+@contextlib.contextmanager
+def installed():
+    """CuDNN seems to be there, and every program to be lowered for CUDA."""
+    with pytest.MonkeyPatch.context() as patch, platforms.chosen(form="cuda"):
+        patch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+        patch.setattr(_cudnn, "_refusal_of_jax", lambda *_: None)
+        patch.setattr(_cudnn, "_has_old_gpu", lambda: False)
+        yield
 
 
 class Structure(NamedTuple):
@@ -66,7 +83,18 @@ def _attend(structure, q, k, v, bias, lengths):
     return _forward(structure, q, k, v, bias, lengths)[0]
 
 
+@custom_vmap
+def _without_vmap(*arrays):
+    return arrays
+
+
+@_without_vmap.def_vmap
+def _(*_):
+    raise AssertionError("The kernel is called under jax.vmap.")
+
+
 def _forward(structure, q, k, v, bias, lengths):
+    q, k, v = _without_vmap(q, k, v)
     p, lse = _weights(structure, q, k, bias, lengths)
     out = jnp.einsum("bnts,bsnh->btnh", p.astype(q.dtype), _by_query_head(v, q), preferred_element_type=jnp.float32)
     out, lse = out.astype(q.dtype), jnp.moveaxis(lse, 1, 2)
@@ -77,6 +105,7 @@ def _forward(structure, q, k, v, bias, lengths):
 
 def _reverse(structure, residuals, cotangents):
     q, k, v, bias, lengths, out = residuals
+    q, k, v = _without_vmap(q, k, v)
     d_out, wide = cotangents[0].astype(jnp.float32), jnp.float32
     p, _ = _weights(structure, q, k, bias, lengths)
     delta = jnp.sum(out.astype(wide) * d_out, -1)

@@ -52,12 +52,6 @@ def test_no_integer_wraps():
         np.testing.assert_array_equal(run(**unusual), run(**usual))
 
 
-@pytest.mark.forms
-def test_an_offset_and_a_window_do_not_wrap_together():
-    huge = attention(*random_inputs(), causal_offset=2**29, local_window_size=(2**40, 0))
-    np.testing.assert_array_equal(huge, attention(*random_inputs(), causal_offset=6, local_window_size=(12, 0)))
-
-
 # Bad arguments.
 
 
@@ -167,11 +161,11 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("argument", TRACED)
-def test_what_a_program_is_made_for_cannot_be_traced(argument):
-    text = rf"^dot_product_attention: {argument}: got a traced array; expected .* Name its parameter in static_argnames"
-    with pytest.raises(TypeError, match=text):
-        jax.jit(lambda x: attention(*random_inputs(), **{argument: x}))(TRACED[argument])
+def test_what_a_program_is_made_for_is_refused_if_it_is_traced():
+    for name, value in TRACED.items():
+        text = rf"^dot_product_attention: {name}: got a traced array; expected .* Name its parameter in static_argnames"
+        with pytest.raises(TypeError, match=text):
+            jax.jit(lambda x: attention(*random_inputs(), **{name: x}))(value)  # noqa: B023
 
 
 # Label checks.
@@ -206,11 +200,3 @@ def test_lengths_out_of_range_are_marked():
     for x in results:
         np.testing.assert_array_equal(np.isnan(x).reshape(2, -1).all(1), [False, True])
         assert np.isfinite(x[0]).all()
-
-
-def test_without_label_checks_a_program_has_no_part_of_them():
-    lower = lambda: jax.jit(of_key_lengths).lower(7, 8).as_text()  # noqa: E731
-    without = lower()
-    with masksafe.label_checks("raise"):
-        assert lower() != without
-    assert lower() == without

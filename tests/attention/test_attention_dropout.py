@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from attention_cases import attention, below, causal, exact, normals, random_inputs, with_gradients
 from comparisons import assert_close
-from tiers import few_of
 
 import masksafe
 
@@ -34,15 +33,15 @@ def kept():
 
 # Masks that leave pairs out, and those that do not. A program with a mask takes other forms than one without.
 MASKS = {
+    "lengths": (dict(key_value_seq_lengths=np.array([8, 5])), below([8, 5], 8)[:, None, None, :]),
     "nothing": ({}, np.ones((6, 8), bool)),
     "all True": (dict(mask=np.ones((2, 1, 6, 8), bool)), np.ones((6, 8), bool)),
     "causal": (dict(is_causal=True), causal(6, 8)),
-    "lengths": (dict(key_value_seq_lengths=np.array([8, 5])), below([8, 5], 8)[:, None, None, :]),
 }
 
 
-@pytest.mark.parametrize("name", few_of(MASKS, "lengths"))
-def test_every_form_draws_alike(name, kept, split_form):
+@pytest.mark.parametrize("name", MASKS)
+def test_every_form_draws_alike(name, kept, form):
     """Values and gradients are those of one draw, also where JAX refuses to promote dtypes and ranks by itself."""
     arguments, live = MASKS[name]
     inputs, d_out = random_inputs(S=8), normals(2, 6, 2, 4, seed=6)
@@ -56,7 +55,7 @@ def test_every_form_draws_alike(name, kept, split_form):
 
 
 @pytest.mark.forms
-def test_plain_form_draws_alike(each_form):
+def test_plain_form_draws_alike(form):
     """Forward mode and second derivatives are those of the plain form."""
     inputs, d_out = random_inputs(S=8), normals(2, 6, 2, 4, seed=6)
     fn = functools.partial(attention, dropout_rate=RATE, dropout_key=KEY, key_value_seq_lengths=np.array([8, 5]))
@@ -71,24 +70,19 @@ def test_plain_form_draws_alike(each_form):
     assert_close(mixed, jax.jit(jax.grad(loss))(*inputs[:2], along), 1e-4)
 
 
-def test_draw_does_not_depend_on_sizes_nor_on_groups_of_heads(kept):
-    assert ((weights(B=1, T=4, S=5, K=2) != 0) == kept[:1, :4, :, :5]).all()
-
-
 def test_a_raw_key_draws_as_a_typed_one(kept):
     assert ((weights(key=jax.random.PRNGKey(3)) != 0) == kept).all()
 
 
-@pytest.mark.forms
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_any_kind_of_random_key(impl):
     key = jax.random.key(3, impl=impl)
     kept = weights(B=1, T=32, S=64, key=key) != 0
     assert abs(kept.mean() - (1 - RATE)) < 4 * (RATE * (1 - RATE) / kept.size) ** 0.5
-    assert ((weights(B=1, T=3, S=6, key=key) != 0) == kept[:, :3, :, :6]).all()
+    assert ((weights(B=1, T=3, S=6, K=2, key=key) != 0) == kept[:, :3, :, :6]).all()
 
 
-@pytest.mark.parametrize("rate", few_of([0.02, 0.1, 0.5, 0.9], 0.1))
+@pytest.mark.parametrize("rate", [0.1, 0.02, 0.5, 0.9])
 def test_draws_are_independent(rate):
     """What is not, such as two rows alike or a column that many rows drop, would show in one of these sums."""
     of_keys = [weights(B=2, T=64, S=96, rate=rate, key=jax.random.key(seed)) for seed in range(4)]

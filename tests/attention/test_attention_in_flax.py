@@ -29,6 +29,7 @@ def test_dropout_is_drawn_only_where_it_is_asked_for():
     assert (run(0, False, **ours) != run(1, False, **ours)).any()
     without = flax_attention(HEAD, HEAD, HEAD)
     np.testing.assert_array_equal(flax_attention(HEAD, HEAD, HEAD, dropout_rate=0.9, deterministic=True), without)
+    assert flax_attention(HEAD, HEAD, HEAD, dtype=jnp.bfloat16).dtype == jnp.bfloat16
 
 
 def test_of_a_cache_a_causal_mask_hides_nothing():
@@ -48,10 +49,6 @@ def test_sinks_score_mod_and_mask_mod_inside_of_a_layer():
     gradient = nnx.grad(lambda layer: jnp.sum(layer(X) ** 2))(layer)
     for name in ("sinks", "slopes"):
         assert (np.abs(gradient[name][...]) > 1e-6).all()
-
-
-def test_the_dtype_is_what_flax_asks_for():
-    assert flax_attention(HEAD, HEAD, HEAD, dtype=jnp.bfloat16).dtype == jnp.bfloat16
 
 
 def test_what_flax_asks_for_in_vain_is_refused():

@@ -6,8 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, below, causal, exact, normals, random_inputs, window
-from comparisons import assert_same_bits
+from attention_cases import (
+    attention,
+    below,
+    causal,
+    exact,
+    hidden_by,
+    normals,
+    random_inputs,
+    window,
+    with_gradients,
+)
+from comparisons import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -37,44 +47,28 @@ CASES = {
 CASES = {name: (arguments, np.broadcast_to(live, (B, N, T, T))) for name, (arguments, live) in CASES.items()}
 both_implementations = pytest.mark.parametrize("implementation", ["xla", "cudnn"])
 each_case = pytest.mark.parametrize("case", CASES)
-OPERANDS = ("query", "key", "value")
 
 
 @functools.cache
 def program_of(case, implementation):
-    attend = functools.partial(attention, implementation=implementation, **CASES[case][0])
-
-    @jax.jit
-    def run(args, d_out):
-        out, reverse = jax.vjp(attend, *args)
-        return out, reverse(d_out)
-
-    return run
+    return with_gradients(functools.partial(attention, implementation=implementation, **CASES[case][0]))
 
 
-def operands():
-    return [jnp.asarray(x, jnp.bfloat16) for x in random_inputs(B, T, T, N, K, H)]
+ARGS = tuple(jnp.asarray(x, jnp.bfloat16) for x in random_inputs(B, T, T, N, K, H))
+D_OUT = jnp.asarray(normals(B, T, N, H, seed=9), jnp.bfloat16)
 
 
-def as_numpy(tree):
-    return jax.tree.map(lambda x: np.asarray(x, np.float32), tree)
-
-
-def masked_of(live):
-    """Which rows of the query, the key and the value take no part."""
-    of_heads = live.reshape(B, K, N // K, T, T)
-    of_keys = np.moveaxis(~of_heads.any((2, 3)), 1, 2)
-    return np.moveaxis(~live.any(3), 1, 2), of_keys, of_keys
+def results(case, implementation, args=ARGS, d_out=D_OUT):
+    return jax.tree.map(np.float32, program_of(case, implementation)(args, d_out))
 
 
 @both_implementations
 @each_case
 def test_values_and_gradients_are_those_of_the_reference(case, implementation):
-    args, d_out = operands(), jnp.asarray(normals(B, T, N, H, seed=9), jnp.bfloat16)
-    out, gradients = as_numpy(program_of(case, implementation)(args, d_out))
-    (expected, _), derivatives = exact(*as_numpy(args), CASES[case][1], d_out=np.asarray(d_out, np.float32))
+    out, gradients = results(case, implementation)
+    (expected, _), derivatives = exact(*ARGS, CASES[case][1], d_out=D_OUT)
     np.testing.assert_allclose(out, expected, rtol=2e-2, atol=2e-2)
-    for name, actual in zip(OPERANDS, gradients, strict=True):
+    for name, actual in zip(("query", "key", "value"), gradients, strict=True):
         largest = np.abs(derivatives[name]).max()
         np.testing.assert_allclose(actual, derivatives[name], rtol=3e-2, atol=1e-2 * largest)
 
@@ -82,34 +76,47 @@ def test_values_and_gradients_are_those_of_the_reference(case, implementation):
 @both_implementations
 @each_case
 def test_garbage_changes_nothing(case, implementation):
-    args, d_out = operands(), jnp.asarray(normals(B, T, N, H, seed=9), jnp.bfloat16)
-    run, masked = program_of(case, implementation), masked_of(CASES[case][1])
-    out, gradients = as_numpy(run(args, d_out))
+    masked = hidden_by(CASES[case][1], K)
+    out, gradients = results(case, implementation)
     for bad in (np.nan, np.inf, -np.inf, 1e38):
-        dirty = [jnp.where(m[..., None], bad, x).astype(x.dtype) for m, x in zip(masked, args, strict=True)]
-        dirty_d_out = jnp.where(masked[0][..., None], bad, d_out).astype(d_out.dtype)
-        new_out, new_gradients = as_numpy(run(dirty, dirty_d_out))
+        *dirty, d_out = (
+            jnp.where(m, bad, x).astype(x.dtype) for m, x in zip((*masked, masked[0]), (*ARGS, D_OUT), strict=True)
+        )
+        new_out, new_gradients = results(case, implementation, tuple(dirty), d_out)
         assert_same_bits(new_out, out)
         for new, old, gone in zip(new_gradients, gradients, masked, strict=True):
             np.testing.assert_allclose(new, old, rtol=1e-2, atol=1e-2)  # cuDNN adds them up in any order
-            assert (new[gone] == 0).all()
+            assert (np.where(gone, new, 0) == 0).all()
 
 
 @both_implementations
 @each_case
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
 def test_what_is_bad_shows_where_it_is_seen(case, implementation, bad):
-    args, d_out = operands(), jnp.asarray(normals(B, T, N, H, seed=9), jnp.bfloat16)
-    run, live = program_of(case, implementation), CASES[case][1]
-    out = as_numpy(run(args, d_out)[0])
+    live, (out, _) = CASES[case][1], results(case, implementation)
     for operand, place in ((0, 40), (1, 30), (2, 30)):
-        dirty = list(args)
-        dirty[operand] = args[operand].at[0, place, 0, 3].set(bad)
+        dirty = list(ARGS)
+        dirty[operand] = ARGS[operand].at[0, place, 0, 3].set(bad)
         sees = np.zeros((B, T, N), bool)
         if operand == 0:
             sees[0, place, 0] = live[0, 0, place].any()
         else:
             sees[0, :, : N // K] = live[0, : N // K, :, place].T
-        new = as_numpy(run(dirty, d_out)[0])
+        new, _ = results(case, implementation, tuple(dirty))
         assert np.isnan(new[sees]).any(-1).all()
         assert_same_bits(new[~sees], out[~sees])
+
+
+@pytest.mark.parametrize("in_axes", [(None, 2, 1), (1, None, None), (1, 0, 3)], ids=str)
+def test_vmap_and_derivatives_of_cudnn(in_axes):
+    """CuDNN takes a batch in front alone, and has no second derivatives."""
+    attend = functools.partial(attention, is_causal=True, implementation="cudnn")
+    batched = [x if axis is None else jnp.stack([x, 2 * x], axis) for x, axis in zip(ARGS, in_axes, strict=True)]
+    step = lambda *args: with_gradients(attend)(args, D_OUT)  # noqa: E731
+    value, together = jax.vmap(attend, in_axes)(*batched), jax.vmap(step, in_axes)(*batched)
+    for n in range(2):
+        each = [x if axis is None else jnp.take(x, n, axis) for x, axis in zip(batched, in_axes, strict=True)]
+        assert_close(value[n], attend(*each), 2e-2)
+        assert_close([x[n] for x in jax.tree.leaves(together)], step(*each), 3e-2)
+    gradient = jax.grad(lambda q: jnp.sum(attend(q, *ARGS[1:]).astype(jnp.float32)))
+    assert np.isfinite(np.float32(jax.jvp(gradient, ARGS[:1], ARGS[:1])[1])).all()

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, PartitionSpec
-from tiers import few_of
 
 import masksafe
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_gradients
@@ -83,44 +82,33 @@ forward_rule_with_another_value.defjvp(lambda xs, ts: (jnp.sin(xs[0]) + 1e-3, jn
 doubled_if_compiled = lambda x: x * 2 if is_traced(x) else x  # noqa: E731
 TRACED = ("op by op", "jit")
 BATCHED = ("jit", "vmap", "vmap, last axis")
-BUGS = {
-    "forward rule for another axis": (
+BUGS = [
+    (compiled_reverse_rule, TRACED, r"gradient with respect to argument 0, "),
+    (
         forward_rule_for_another_axis,
         ("jit", "value_and_grad"),
         r"jit against value_and_grad: 4\d of 48 ",
     ),
-    "forward rule of custom_jvp": (forward_rule_with_another_value, ("jit", "jvp"), r"jit against jvp: "),
-    "compiled otherwise": (doubled_if_compiled, ("op by op", "jit", "vmap"), r"op by op against jit, vmap: "),
-    "compiled gradient": (compiled_reverse_rule, TRACED, r"gradient with respect to argument 0, "),
-    "batching rule": (batching_rule_for_the_last_axis, BATCHED, r"jit against vmap, vmap, last axis: "),
-    "swapped examples": (batching_rule_that_swaps_the_examples, BATCHED, r"jit against vmap, vmap, last axis: "),
-    "cancellation": (fast_variance, ("jit", "float64"), r"jit against float64: "),
-    "NaN": (lambda x: jnp.where(x > 0, x, jnp.nan) if is_traced(x) else x, TRACED, r"max absolute error inf"),
-    "dtype": (lambda x: x.astype(jnp.bfloat16) if is_traced(x) else x, TRACED, r"dtype float32 against bfloat16"),
-    "shape": (lambda x: x[None] if is_traced(x) else x, TRACED, r"shape \(2, 3, 8\) against \(1, 2, 3, 8\)"),
-    "integers": (lambda x: jnp.arange(3) + is_traced(x), TRACED, r"3 of 3 elements differ, max absolute error 1"),
-    "complex": (lambda x: jnp.exp(1j * x) * (1 + is_traced(x)), TRACED, r"complex64"),
-    "error": (lambda x: x + (float(x[0, 0, 0]) * 0), TRACED, r"jit raises ConcretizationTypeError: "),
-}
+    (forward_rule_with_another_value, ("jit", "jvp"), r"jit against jvp: "),
+    (doubled_if_compiled, ("op by op", "jit", "vmap"), r"op by op against jit, vmap: "),
+    (batching_rule_for_the_last_axis, BATCHED, r"jit against vmap, vmap, last axis: "),
+    (batching_rule_that_swaps_the_examples, BATCHED, r"jit against vmap, vmap, last axis: "),
+    (fast_variance, ("jit", "float64"), r"jit against float64: "),
+    (lambda x: jnp.where(x > 0, x, jnp.nan) if is_traced(x) else x, TRACED, r"max absolute error inf"),
+    (lambda x: x.astype(jnp.bfloat16) if is_traced(x) else x, TRACED, r"dtype float32 against bfloat16"),
+    (lambda x: x[None] if is_traced(x) else x, TRACED, r"shape \(2, 3, 8\) against \(1, 2, 3, 8\)"),
+    (lambda x: jnp.arange(3) + is_traced(x), TRACED, r"3 of 3 elements differ, max absolute error 1"),
+    (lambda x: jnp.exp(1j * x) * (1 + is_traced(x)), TRACED, r"complex64"),
+    (lambda x: x + (float(x[0, 0, 0]) * 0), TRACED, r"jit raises ConcretizationTypeError: "),
+]
 
 
-@pytest.mark.parametrize(
-    "name", few_of(BUGS, "compiled gradient", "batching rule", "cancellation", "NaN", "shape", "integers", "error")
-)
-def test_planted_bug_is_found(name):
-    fn, modes, text = BUGS[name]
+@pytest.mark.parametrize(("fn", "modes", "text"), BUGS)
+def test_planted_bug_is_found(fn, modes, text):
     with pytest.raises(AssertionError) as report:
         assert_consistent(fn, X, modes=modes)
     assert re.search(text, str(report.value)), str(report.value)
-    if name == "error":
-        assert isinstance(report.value.__cause__, jax.errors.ConcretizationTypeError)
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("name", ["compiled otherwise", "cancellation", "complex"])
-def test_planted_bug_is_found_in_any_mode(name):
-    with pytest.raises(AssertionError):
-        assert_consistent(BUGS[name][0], X)
+    assert "Concretization" not in text or isinstance(report.value.__cause__, jax.errors.ConcretizationTypeError)
 
 
 def test_every_disagreeing_pair_is_listed_with_the_worst_element():
@@ -151,21 +139,12 @@ def test_outputs_and_arguments_are_named():
     assert "gradient with respect to argument 0['w'], float32[3]" in str(report.value)
 
 
-def test_modes_can_be_chosen():
-    assert_consistent(doubled_if_compiled, X, modes=("jit", "vmap", "scan"))
-
-
 def test_function_without_derivatives_is_not_differentiated():
     halve = lambda x: jax.lax.while_loop(lambda x: jnp.abs(x).max() > 0.1, lambda x: x / 2, x)  # noqa: E731
     modes = ("jit", "value_and_grad", "jvp")
     assert_consistent(halve, X, grad=False, modes=modes)
     with pytest.raises(AssertionError, match="value_and_grad raises ValueError: Reverse-mode differentiation"):
         assert_consistent(halve, X, modes=modes)
-
-
-def test_64_bit_integers_are_compared_exactly():
-    with jax.enable_x64(True), pytest.raises(AssertionError, match="1 of 1 elements differ"):
-        assert_consistent(lambda x: x + is_traced(x), np.array([2**60]), modes=TRACED)
 
 
 def test_tolerances_can_be_chosen():
@@ -229,27 +208,20 @@ CLEAN = {
 reverse_rule_of_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, d: (jnp.cos(x) * d,))
 
 
-@pytest.mark.parametrize("name", ["infinities and NaN", "empty", "None"])
-def test_function_that_gives_one_answer_passes(name):
-    fn, *args = CLEAN[name]
-    assert_consistent(fn, *args, modes=("jit", "vmap, last axis", "jvp", "float64"))
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", dict.fromkeys(("infinities and NaN", *CLEAN)))
 def test_functions_of_every_kind_pass_in_every_mode(name):
     fn, *args = CLEAN[name]
     modes = CONSISTENCY_MODES if name in ("softmax", "parameters", "shard_map") else ON_ONE_DEVICE
     assert_consistent(fn, *args, modes=modes)
 
 
-@pytest.mark.parametrize("mode", CONSISTENCY_MODES)
-def test_every_mode_runs_here(mode):
-    ways = dict(MODES[mode].run(lambda x: {"": x * 2}, [jnp.asarray(X)]))
-    assert len(ways) == {"devices": 8, "sharded": 2}.get(mode, 1)
-    assert all(way.startswith(mode) for way in ways if way) or mode == "devices"
-    for results in ways.values():
-        np.testing.assert_allclose(results[""], 2 * X)
+def test_every_mode_runs_here():
+    for mode in CONSISTENCY_MODES:
+        ways = dict(MODES[mode].run(lambda x: {"": x * 2}, [jnp.asarray(X)]))
+        assert len(ways) == {"devices": 8, "sharded": 2}.get(mode, 1)
+        assert all(way.startswith(mode) for way in ways if way) or mode == "devices"
+        for results in ways.values():
+            np.testing.assert_allclose(results[""], 2 * X)
 
 
 def test_sharded_arrays_are_split_where_their_axes_divide():
@@ -271,7 +243,7 @@ def test_sharded_arrays_are_split_where_their_axes_divide():
 OF_GRADIENTS = "scalar", "numbers and keys", "softmax", "a gradient of 0", "parameters"
 
 
-@pytest.mark.parametrize("name", few_of(OF_GRADIENTS, "scalar"))
+@pytest.mark.parametrize("name", OF_GRADIENTS)
 def test_right_gradients_pass(name):
     fn, *args = CLEAN[name]
     assert_gradients(jax.jit(fn), *args, order=1)

@@ -91,70 +91,65 @@ UNIFORM = lambda x: jax.nn.softmax(jnp.where(MASK.any(1, keepdims=True), -1e30, 
 MASKS_LESS = r"In the call of `empty`, which should mask everything: .*\n +argument: +0, .* 6 of 6 elements masked"
 
 # Planted bugs, and what the report must say of each.
-LEAKS = {
-    "a gradient that no garbage changes": (
+LEAKS = [
+    (
         check(lambda x: clean(x) + zero_with_a_gradient(x)),
         "2 of 2 masked elements",
     ),
-    "value": (check(lambda x: x.sum()), "derivative: value"),
-    "multiplied away": (check(lambda x: x * ~MASK), "derivative: value"),
-    "a product with 0": (check(ZERO_TIMES), "derivative: value"),
-    "where behind the bad operation": (check(where_unmasked), "derivative: gradient"),
-    "uniform weights of an empty row": (check(UNIFORM), "derivative: value"),
-    "gradient": (check(leaking(1)), "derivative: gradient with respect"),
-    "second derivative": (check(leaking(2)), "derivative: Hessian-vector product"),
-    "gradient of another argument": (check(scaled, X, jnp.float32(2.0)), "gradient with respect to argument 1"),
-    "an integer that wraps": (check(lambda i: TABLE[i], INDEX, masked={0: OF_INDEX}), r"argument: +0, int32"),
-    "padding of the output": (check(lambda x: x + 1), "derivative: value"),
-    "not finite of nothing": (
+    (check(lambda x: x.sum()), "derivative: value"),
+    (check(lambda x: x * ~MASK), "derivative: value"),
+    (check(ZERO_TIMES), "derivative: value"),
+    (check(where_unmasked), "derivative: gradient"),
+    (check(UNIFORM), "derivative: value"),
+    (check(leaking(1)), "derivative: gradient with respect"),
+    (check(leaking(2)), "derivative: Hessian-vector product"),
+    (check(scaled, X, jnp.float32(2.0)), "gradient with respect to argument 1"),
+    (check(lambda i: TABLE[i], INDEX, masked={0: OF_INDEX}), r"argument: +0, int32"),
+    (check(lambda x: x + 1), "derivative: value"),
+    (
         check(naive_mean, X, WHERE, empty=(X, NOTHING), garbage=[1.0]),
         "With everything masked, a result is not finite",
     ),
-    "empty that masks as before": (check(mean, X, WHERE, empty=(X, ~MASK)), MASKS_LESS),
-    "empty that masks nothing": (check(mean, X, WHERE, empty=(X, ~NOTHING)), MASKS_LESS),
-    "a tree": (
+    (check(mean, X, WHERE, empty=(X, ~MASK)), MASKS_LESS),
+    (check(mean, X, WHERE, empty=(X, ~NOTHING)), MASKS_LESS),
+    (
         check(lambda p: of_a_tree(p)["out"] + p["b"].sum(), TREE, masked=OF_TREE),
         r"argument: +0, float32\[3\], float32\[2, 3\], 3 of 9",
     ),
-    "a float beside an integer": (
+    (
         check(lambda batch: where_unmasked(batch["x"]), BATCH, masked=OF_BATCH),
         "derivative: gradient",
     ),
-}
-SAFE = {
-    "a value with a leaking gradient": check(leaking(1), order=0),
-    "a gradient with a leaking derivative": check(leaking(2), order=1),
-    "an integer": check(looked_up, INDEX, masked={0: OF_INDEX}),
-    "padding of the output": check(lambda x: x + 1, output_mask=MASK),
-    "padding of one output": check(lambda x: {"a": x + 1, "b": clean(x)}, output_mask={"a": MASK, "b": False}),
-    "finite of nothing": check(mean, X, WHERE, empty=(X, NOTHING)),
-    "a tree": check(of_a_tree, TREE, masked=OF_TREE),
-    "a float beside an integer": check(lambda batch: clean(batch["x"]) ** 2, BATCH, masked=OF_BATCH),
-    "garbage that a dtype cannot hold": check(
+]
+SAFE = [
+    check(leaking(1), order=0),
+    check(leaking(2), order=1),
+    check(looked_up, INDEX, masked={0: OF_INDEX}),
+    check(lambda x: x + 1, output_mask=MASK),
+    check(lambda x: {"a": x + 1, "b": clean(x)}, output_mask={"a": MASK, "b": False}),
+    check(mean, X, WHERE, empty=(X, NOTHING)),
+    check(of_a_tree, TREE, masked=OF_TREE),
+    check(lambda batch: clean(batch["x"]) ** 2, BATCH, masked=OF_BATCH),
+    check(
         lambda x, i: clean(x) + jnp.where(MASK, 0, i),
         X,
         jnp.ones((2, 3), int),
         masked={0: MASK, 1: MASK},
         garbage=[np.nan],
     ),
-    "keys and booleans": check(dropped, jax.random.key(1), X, WHERE, masked={1: MASK}),
-}
+    check(dropped, jax.random.key(1), X, WHERE, masked={1: MASK}),
+]
 
 
-@pytest.mark.parametrize(("call", "text"), LEAKS.values(), ids=LEAKS)
+@pytest.mark.parametrize(("call", "text"), LEAKS)
 def test_planted_leak_is_found(call, text):
     with pytest.raises(AssertionError, match=text):
         call()
 
 
-@pytest.mark.parametrize("call", SAFE.values(), ids=SAFE)
+@pytest.mark.parametrize("call", SAFE)
 def test_what_is_safe_passes(call):
     call()
-
-
-@pytest.mark.forms
-def test_all_derivatives_under_all_transforms_of_a_clean_function_pass():
-    assert_mask_safe(lambda x: clean(x) ** 3, X, masked={0: MASK})
 
 
 def test_leak_under_one_transform_is_found_there():
@@ -169,17 +164,17 @@ def test_leak_under_one_transform_is_found_there():
 
 MULTIPLIED = {
     "value": lambda x, mask: jnp.sum(x * mask) / jnp.sum(mask),
-    "a rule that multiplies": jax.custom_vjp(lambda x, mask: jnp.sum(jnp.where(mask, x**2, 0))),
+    "gradient": jax.custom_vjp(lambda x, mask: jnp.sum(jnp.where(mask, x**2, 0))),
 }
-MULTIPLIED["a rule that multiplies"].defvjp(
+MULTIPLIED["gradient"].defvjp(
     lambda x, mask: (jnp.sum(jnp.where(mask, x**2, 0)), (x, mask)), lambda res, d: (2 * d * res[0] * res[1], None)
 )
 
 
 @pytest.mark.forms
-@pytest.mark.parametrize(("name", "derivative"), [("value", "value"), ("a rule that multiplies", "gradient")])
-def test_product_with_a_mask_that_xla_makes_a_selection_is_found(name, derivative):
-    fn, args, masked = MULTIPLIED[name], (X, jnp.asarray(~MASK)), {0: MASK}
+@pytest.mark.parametrize("derivative", MULTIPLIED)
+def test_product_with_a_mask_that_xla_makes_a_selection_is_found(derivative):
+    fn, args, masked = MULTIPLIED[derivative], (X, jnp.asarray(~MASK)), {0: MASK}
     assert_mask_safe(fn, *args, masked=masked, transforms=("eager", "jit", "vmap"), order=1)
     with pytest.raises(AssertionError, match=rf"garbage: +nan\n +transform: +disable_jit\n +derivative: {derivative}"):
         assert_mask_safe(fn, *args, masked=masked)
@@ -226,10 +221,7 @@ def test_function_sees_jax_arrays_only():
     assert_mask_safe(fn, X, masked={0: MASK}, garbage=np.array([1e30]), transforms=("eager",), order=0)
 
 
-OTHER_DTYPES = [pytest.param(d, marks=pytest.mark.forms) for d in ("float16", "float32", "int8", "int32")]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "bool", *OTHER_DTYPES])
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "bool", "float16", "float32", "int8", "int32"])
 def test_every_dtype_can_be_filled(dtype):
     x = jnp.ones((2, 3), dtype)
     assert_mask_safe_compiled(lambda x: jnp.where(MASK, jnp.zeros_like(x), x), x, masked={0: MASK})
@@ -259,22 +251,10 @@ def test_arguments_that_make_no_sense_are_refused(kwargs, text):
         assert_mask_safe(clean, X, **kwargs)
 
 
-def test_garbage_that_no_argument_can_hold_is_refused():
+def test_other_arguments_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match=r"garbage: got \[nan, 0.5\]; expected numbers that int32 can hold"):
         assert_mask_safe(clean, jnp.ones((2, 3), "int32"), masked={0: MASK}, garbage=[np.nan, 0.5])
-
-
-def test_function_that_returns_nothing_is_refused():
     with pytest.raises(ValueError, match="fn: got no output; expected an array"):
         assert_mask_safe(lambda x: None, X, masked={0: MASK})
-
-
-def test_a_mask_that_belongs_to_no_argument_is_refused():
     with pytest.raises(TypeError, match=r"masked: got type ndarray; expected a mapping.* write \{0: mask\}"):
         assert_mask_safe(clean, X, masked=MASK)
-
-
-def test_a_product_with_a_boolean_mask_is_found():
-    """By the transforms that are the default: a compiled product may be a selection."""
-    with pytest.raises(AssertionError, match="A masked element is not gone"):
-        assert_mask_safe(lambda x, mask: jnp.argmax(x * mask), X, ~MASK, masked={0: MASK}, order=0)

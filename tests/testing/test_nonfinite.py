@@ -1,21 +1,17 @@
 """nonfinite_report names the equation that made the NaN or the infinity."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas
-from tiers import few_of
 
 import masksafe
 from masksafe import losses
 from masksafe.testing import nonfinite_report
 
 X = jnp.array([1.0, 0.0, 4.0])
-form = functools.partial(pytest.param, marks=pytest.mark.forms)
 
 
 def entropy(p):
@@ -39,11 +35,11 @@ def masked_softmax(x):
 
 
 # The bug, and the primitive, index and inputs that the report must blame.
-CLASSIC = {
-    "log(0) * 0": (entropy, "log", (1,), (0.0,)),
-    "mean of nothing": (mean_of_nothing, "div", (), (0.0, 0.0)),
-    "exp overflow": (naive_softmax, "exp", (0,), (100.0,)),
-}
+CLASSIC = [
+    (mean_of_nothing, ["div", (), (0.0, 0.0)]),
+    (entropy, ["log", (1,), (0.0,)]),
+    (naive_softmax, ["exp", (0,), (100.0,)]),
+]
 
 
 def in_scan(fn):
@@ -83,9 +79,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["mean of nothing", form("log(0) * 0"), form("exp overflow")])
-def test_classic_bug_is_found_in_every_construct(name, way):
-    fn, *blamed = CLASSIC[name]
+@pytest.mark.parametrize(("fn", "blamed"), CLASSIC)
+def test_classic_bug_is_found_in_every_construct(fn, blamed, way):
     report = nonfinite_report(WAYS[way](fn), X)
     assert report
     assert [report.first.primitive, report.first.index, report.first.inputs] == blamed
@@ -133,25 +128,23 @@ def summed_in_windows(x):
 HEADS = jnp.linspace(0.1, 1, 24).reshape(1, 3, 2, 4)
 BETWEEN = jnp.array([-1.0, 1.0, -1.0])
 # What is run on what, and the sources: their primitives, and the indices of their first bad elements.
-SOURCES = {
-    "two bugs, in their order": (lambda x: (jnp.log(x), 1 / (x - 1)), X, ("log", (1,)), ("div", (0,))),
-    "rows that are moved and summed": (moved_and_summed, X, ("exp", (0,))),
-    "beside what masksafe masks": (with_attention_and_norm, HEADS.at[:, 2].set(jnp.nan), ("log", ())),
-    "a step of many": (in_one_step_of_many, jnp.ones(()), ("log", ())),
-    "before, in a sum": (lambda x: lax.cumsum(jnp.log(x))[1], BETWEEN, ("log", (0,))),
-    "behind, in a sum": (lambda x: lax.cumsum(jnp.log(x), reverse=True)[1], BETWEEN, ("log", (2,))),
-    "a closure": (lambda x: jnp.sum(x * DATA), X, ("mul", (1,))),
-    "a jax array in a closure": (lambda x: jnp.sum(x * OF_JAX), X, ("mul", (1,))),
-    "behind a predicate": (lambda x: jnp.where(jnp.isfinite(OF_JAX).all(), x, jnp.nan), X, ("is_finite", (1,))),
-    "a reducer of the user": (reduced_by_own_product, ROWS, ("reduce", (0,))),
-    "a window": (summed_in_windows, ROWS, ("log", (0, 0))),
-}
-WITH_FORMS = "rows that are moved and summed", "beside what masksafe masks"
+SOURCES = [
+    (lambda x: (jnp.log(x), 1 / (x - 1)), X, [("log", (1,)), ("div", (0,))]),
+    (moved_and_summed, X, [("exp", (0,))]),
+    (with_attention_and_norm, HEADS.at[:, 2].set(jnp.nan), [("log", ())]),
+    (in_one_step_of_many, jnp.ones(()), [("log", ())]),
+    (lambda x: lax.cumsum(jnp.log(x))[1], BETWEEN, [("log", (0,))]),
+    (lambda x: lax.cumsum(jnp.log(x), reverse=True)[1], BETWEEN, [("log", (2,))]),
+    (lambda x: jnp.sum(x * DATA), X, [("mul", (1,))]),
+    (lambda x: jnp.sum(x * OF_JAX), X, [("mul", (1,))]),
+    (lambda x: jnp.where(jnp.isfinite(OF_JAX).all(), x, jnp.nan), X, [("is_finite", (1,))]),
+    (reduced_by_own_product, ROWS, [("reduce", (0,))]),
+    (summed_in_windows, ROWS, [("log", (0, 0))]),
+]
 
 
-@pytest.mark.parametrize("name", few_of(SOURCES, *(name for name in SOURCES if name not in WITH_FORMS)))
-def test_sources_are_found(name):
-    fn, x, *expected = SOURCES[name]
+@pytest.mark.parametrize(("fn", "x", "expected"), SOURCES)
+def test_sources_are_found(fn, x, expected):
     report = nonfinite_report(fn, x)
     assert [(source.primitive, source.index) for source in report.sources] == expected
     assert report.arguments == ()
@@ -197,21 +190,7 @@ def test_harmless_and_harmful_elements_of_the_same_value_are_told_apart():
     assert (report.first.primitive, report.first.index, report.first.count) == ("div", (2,), 1)
 
 
-def test_finite_function():
-    report = nonfinite_report(masksafe.softmax, X)
-    assert not report
-    assert str(report) == "Everything is finite."
-
-
 # Ops. That each of them hands a NaN on to the report, and that a bad label is called one, are tests of the contract.
-
-
-@pytest.mark.forms
-def test_bad_label_of_ctc_is_called_one():
-    loss = lambda x: losses.ctc_loss(x, jnp.zeros((1, 3)), jnp.array([[9]]), jnp.zeros((1, 1)))  # noqa: E731
-    assert nonfinite_report(loss, jnp.ones((1, 3, 4))).first.note.startswith(
-        "ctc_loss writes it on purpose, for a label"
-    )
 
 
 def test_label_at_a_masked_class_is_called_one():
@@ -221,7 +200,7 @@ def test_label_at_a_masked_class_is_called_one():
     assert "a label out of range or at a masked class" in report.first.note
 
 
-@pytest.mark.parametrize("grad", [form(False), True], ids=["value", "gradient"])
+@pytest.mark.parametrize("grad", [True, False])
 def test_what_an_op_makes_and_hides_is_named_as_its_own(grad):
     def fn(x):
         return masksafe.logsumexp(masksafe.log_softmax(x, where=jnp.array([[True], [True], [False]])), where=x < 0)
@@ -270,34 +249,31 @@ def in_a_while(z, y):
     return lax.while_loop(still, lambda c: (c[0] * jnp.nan, y), (z[1], jnp.full_like(y, jnp.inf)))[1]
 
 
-PREDICATES = {
-    "all finite": lambda z, y: jnp.where(jnp.isfinite(z).all(), y, jnp.nan),
-    "product": lambda z, y: y * jnp.where(jnp.isnan(z), jnp.nan, 1),
-    "sum": lambda z, y: y + jnp.where(z != z, jnp.nan, 0),
-    "maximum": lambda z, y: jnp.where(jnp.max(z) > -5, y, jnp.nan),
-    "marks in a product": lambda z, y: jnp.where(jnp.eye(3) @ jnp.isnan(z).astype(float) > 0, jnp.nan, y),
-    "logic": lambda z, y: jnp.where(~(jnp.isfinite(z) & (y > 0)) | (y > 9), jnp.nan, y),
-    "infinity": lambda z, y: jnp.where(jnp.isnan(z), jnp.inf, y),
-    "infinities": lambda z, y: jnp.where(jnp.isnan(z), jnp.inf, y) - jnp.where(jnp.isnan(z), jnp.inf, y),
-    "count of nothing": lambda z, y: y / jnp.sum(jnp.isfinite(z[1:2])),
-    "moved out of range": lambda z, y: jnp.take(y, jnp.where(jnp.isnan(z), 7, 0)),
-    "integer": lambda z, y: lax.select_n(jnp.isnan(z).astype(jnp.int32), y, y * jnp.nan),
-    "cond": in_branch,
-    "switch": lambda z, y: lax.switch(jnp.isnan(z).any().astype(int), [lambda: y, lambda: y * jnp.nan]),
-    "while": in_a_while,
-    "count": counted,
-    "index": in_an_index,
-}
+PREDICATES = [
+    lambda z, y: jnp.where(jnp.isfinite(z).all(), y, jnp.nan),
+    lambda z, y: y * jnp.where(jnp.isnan(z), jnp.nan, 1),
+    lambda z, y: y + jnp.where(z != z, jnp.nan, 0),
+    lambda z, y: jnp.where(jnp.max(z) > -5, y, jnp.nan),
+    lambda z, y: jnp.where(jnp.eye(3) @ jnp.isnan(z).astype(float) > 0, jnp.nan, y),
+    lambda z, y: jnp.where(~(jnp.isfinite(z) & (y > 0)) | (y > 9), jnp.nan, y),
+    lambda z, y: jnp.where(jnp.isnan(z), jnp.inf, y),
+    lambda z, y: jnp.where(jnp.isnan(z), jnp.inf, y) - jnp.where(jnp.isnan(z), jnp.inf, y),
+    lambda z, y: y / jnp.sum(jnp.isfinite(z[1:2])),
+    lambda z, y: jnp.take(y, jnp.where(jnp.isnan(z), 7, 0)),
+    lambda z, y: lax.select_n(jnp.isnan(z).astype(jnp.int32), y, y * jnp.nan),
+    in_branch,
+    lambda z, y: lax.switch(jnp.isnan(z).any().astype(int), [lambda: y, lambda: y * jnp.nan]),
+    in_a_while,
+    counted,
+    in_an_index,
+]
 
 
-IN_THE_SHORT_RUN = "all finite", "product", "logic", "cond", "while", "index"
-
-
-@pytest.mark.parametrize("name", few_of(PREDICATES, *IN_THE_SHORT_RUN))
-def test_chosen_constant_is_followed_through_its_predicate(name):
+@pytest.mark.parametrize("chosen", PREDICATES)
+def test_chosen_constant_is_followed_through_its_predicate(chosen):
     def fn(x, y):
         made = jnp.log(x)
-        return PREDICATES[name](made, y)
+        return chosen(made, y)
 
     report = nonfinite_report(fn, jnp.array([1.0, -1.0, 4.0]), jnp.array([1.0, 2.0, 3.0]))
     assert report
@@ -308,22 +284,21 @@ def test_chosen_constant_is_followed_through_its_predicate(name):
 
 
 # Sources that are beside a NaN which decides nothing about them.
-OWN_SOURCES = {
-    "chosen by a number": (lambda z, x: jnp.where(x > 3, jnp.nan, x), "select_n"),
-    "chosen by a number of few": (lambda z, x: jnp.where(jnp.nanmean(z) < 3, jnp.nan, x), "select_n"),
-    "of the mean of the rest": (lambda z, x: jnp.log(jnp.nanmean(z) - 50), "log"),
-    "of a masked mean": (lambda z, x: jnp.log(masksafe.mean(z, where=jnp.isfinite(z)) - 50), "log"),
-    "of a sum of the rest over 0": (lambda z, x: jnp.nansum(z) / (x[0] - 1), "div"),
-    "overflow of a count": (lambda z, x: jnp.sum(jnp.isfinite(z)) * (x * 3e38), "mul"),
-    "index out of range": (lambda z, x: jnp.take(x, jnp.array([0, 7])), "gather"),
-    "product with a NaN": (lambda z, x: jnp.concatenate([x * jnp.nan, x]), "mul"),
-    "everywhere": (lambda z, x: jnp.full(3, jnp.nan), "broadcast_in_dim"),
-}
+OWN_SOURCES = [
+    (lambda z, x: jnp.where(x > 3, jnp.nan, x), "select_n"),
+    (lambda z, x: jnp.where(jnp.nanmean(z) < 3, jnp.nan, x), "select_n"),
+    (lambda z, x: jnp.log(jnp.nanmean(z) - 50), "log"),
+    (lambda z, x: jnp.log(masksafe.mean(z, where=jnp.isfinite(z)) - 50), "log"),
+    (lambda z, x: jnp.nansum(z) / (x[0] - 1), "div"),
+    (lambda z, x: jnp.sum(jnp.isfinite(z)) * (x * 3e38), "mul"),
+    (lambda z, x: jnp.take(x, jnp.array([0, 7])), "gather"),
+    (lambda z, x: jnp.concatenate([x * jnp.nan, x]), "mul"),
+    (lambda z, x: jnp.full(3, jnp.nan), "broadcast_in_dim"),
+]
 
 
-@pytest.mark.parametrize("name", OWN_SOURCES)
-def test_source_that_no_bad_value_decided_is_blamed_itself(name):
-    fn, primitive = OWN_SOURCES[name]
+@pytest.mark.parametrize(("fn", "primitive"), OWN_SOURCES)
+def test_source_that_no_bad_value_decided_is_blamed_itself(fn, primitive):
     report = nonfinite_report(lambda x: fn(jnp.arccosh(-x), x), jnp.array([1.0, 2.0, 4.0]).at[1].set(-2.0))
     assert report.first.primitive == primitive
     assert f"{__file__}:" in report.first.place
@@ -359,7 +334,7 @@ def test_nan_in_a_closure_is_not_said_to_be_written_by_the_op():
 # What runs programs of its own.
 
 
-@pytest.mark.parametrize("solver", [lambda x, b: b / jnp.sqrt(x), lambda x, b: b / x], ids=["in the solver", "before"])
+@pytest.mark.parametrize("solver", [lambda x, b: b / jnp.sqrt(x), lambda x, b: b / x])
 def test_custom_linear_solve_is_replayed(solver):
     fn = lambda x: lax.custom_linear_solve(lambda v: x * v, jnp.sqrt(x), lambda _, b: solver(x, b), symmetric=True)  # noqa: E731
     report = nonfinite_report(fn, jnp.array([1.0, -1.0, 4.0]))
@@ -389,14 +364,11 @@ def in_one_device(x):
     return lax.cond(lax.axis_index("a") == 1, jnp.log, lambda x: x, x)
 
 
-@pytest.mark.parametrize(
-    ("fn", "axis_type"),
-    [
-        (in_one_device, "Auto"),
-        *(form(fn, "Auto") for fn in (in_all_devices, marked)),
-        *(form(fn, "Explicit") for fn in (gathered, in_a_loop, in_one_device)),
-    ],
-)
+ON_DEVICES = [(in_one_device, "Auto"), (in_all_devices, "Auto"), (marked, "Auto")]
+ON_DEVICES += [(gathered, "Explicit"), (in_a_loop, "Explicit"), (in_one_device, "Explicit")]
+
+
+@pytest.mark.parametrize(("fn", "axis_type"), ON_DEVICES)
 def test_shard_map_is_replayed(fn, axis_type):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(getattr(jax.sharding.AxisType, axis_type),) * 2)
     spec = jax.sharding.PartitionSpec("a", "b")
@@ -411,7 +383,7 @@ def test_shard_map_is_replayed(fn, axis_type):
 
 
 @pytest.mark.forms
-@pytest.mark.parametrize("grad", [False, True], ids=["value", "gradient"])
+@pytest.mark.parametrize("grad", [False, True])
 def test_constant_of_one_device_in_a_shard_map(grad):
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
     spec = jax.sharding.PartitionSpec("a")
@@ -445,18 +417,17 @@ LAST = jnp.array([[False], [True]])
 @pytest.mark.parametrize(
     "mix",
     [
-        lambda x: jnp.max(x, -1, keepdims=True),
-        form(lambda x: lax.cumsum(x, 1, reverse=True)),
-        form(lambda x: lax.reduce(x, 1.0, lambda a, b: a * b * 1.5, (1,))[:, None]),
         lambda x: x @ jnp.ones((3, 2)),
-        form(lambda x: jnp.prod(x, -1, keepdims=True)),
-        form(lambda x: jnp.sort(x, -1)),
-        form(lambda x: lax.cummax(x, 1)),
-        form(lambda x: lax.top_k(x, 2)[0]),
-        form(lambda x: jnp.fft.fft(x).real),
-        form(lambda x: jnp.linalg.cholesky(x[..., None] * jnp.eye(3))[..., 0]),
+        lambda x: jnp.max(x, -1, keepdims=True),
+        lambda x: lax.cumsum(x, 1, reverse=True),
+        lambda x: lax.reduce(x, 1.0, lambda a, b: a * b * 1.5, (1,))[:, None],
+        lambda x: jnp.prod(x, -1, keepdims=True),
+        lambda x: jnp.sort(x, -1),
+        lambda x: lax.cummax(x, 1),
+        lambda x: lax.top_k(x, 2)[0],
+        lambda x: jnp.fft.fft(x).real,
+        lambda x: jnp.linalg.cholesky(x[..., None] * jnp.eye(3))[..., 0],
     ],
-    ids=["max", "cumsum", "reduce", "matmul", "prod", "sort", "cummax", "top_k", "fft", "cholesky"],
 )
 def test_rows_stay_apart_where_elements_of_a_row_are_mixed(mix):
     report = nonfinite_report(lambda x: jnp.where(LAST, mix(OVERFLOWS_IN_ROW_1(x)), 0), ROWS)
@@ -464,7 +435,7 @@ def test_rows_stay_apart_where_elements_of_a_row_are_mixed(mix):
     assert report.first.index == (0,)
 
 
-@pytest.mark.parametrize("mix", [lambda x: jnp.sum(x, -1), lambda x: x @ jnp.ones((3, 2))], ids=["sum", "matmul"])
+@pytest.mark.parametrize("mix", [lambda x: jnp.sum(x, -1), lambda x: x @ jnp.ones((3, 2))])
 def test_second_overflow_of_an_equation_is_found(mix):
     report = nonfinite_report(lambda x: mix(jnp.stack([jnp.log(x[0] - 5), x[1] * 4e37])), ROWS)
     log, mixed = report.sources
@@ -472,22 +443,12 @@ def test_second_overflow_of_an_equation_is_found(mix):
     assert mixed.index[0] == 1
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [jnp.sum, jnp.cumsum, lambda x: x @ jnp.zeros((3, 2)), lambda x: jnp.fft.fft(x).real],
-    ids=["sum", "cumsum", "matmul", "fft"],
-)
+@pytest.mark.parametrize("fn", [jnp.sum, jnp.cumsum, lambda x: x @ jnp.zeros((3, 2)), lambda x: jnp.fft.fft(x).real])
 def test_nan_made_from_infinities_in_a_sum(fn):
     report = nonfinite_report(lambda x: fn(jnp.where(x > 1, jnp.inf, -jnp.inf)), X)
     assert report.sources == ()
     assert report.first.primitive in ("reduce_sum", "cumsum", "dot_general", "fft")
     assert np.isnan(np.real(report.first.value))
-
-
-def test_written_infinities_have_a_source():
-    report = nonfinite_report(lambda x: jnp.where(x > 2, x, -jnp.inf), X)
-    assert report.first.value == -np.inf
-    assert f"{__file__}:" in report.first.place
 
 
 def test_sources_of_all_steps_of_a_loop_share_a_line():

@@ -19,7 +19,7 @@ LABELS = np.arange(8) % 5
 WHERE = np.arange(8) > 2
 
 
-@pytest.fixture(params=[pytest.param(AxisType.Auto, marks=pytest.mark.forms), AxisType.Explicit], ids=str)
+@pytest.fixture(params=[AxisType.Explicit, AxisType.Auto], ids=str)
 def split(request):
     """A function that splits the rows of arrays over eight devices."""
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(request.param,))
@@ -51,7 +51,7 @@ def test_functions_that_do_not(split):
         assert_mask_safe(product_with_mask, *args, masked={0: ~args[2][:, None]}, order=0, garbage=[np.nan])
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", [True, False])
 def test_a_nan_is_found_on_its_device(split, grad):
     (x,) = split(np.where(np.arange(8) == 6, 0.0, 1.0).astype(np.float32))
     report = nonfinite_report(lambda x: jnp.sum(jnp.log(x)), x, grad=grad)
@@ -68,7 +68,7 @@ ON_FOUR = {
 ROWS_AND_COLUMNS = PartitionSpec("a", "b")
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["value", "gradient"])
+@pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("how", ON_FOUR)
 def test_the_device_and_the_pass_that_have_a_nan_first(how, grad):
     mesh = jax.make_mesh((2, 2), ("a", "b"))
