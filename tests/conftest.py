@@ -19,7 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from tiers import KINDS  # noqa: E402
+from tiers import FEW, KINDS  # noqa: E402
 
 from masksafe._core import platforms  # noqa: E402
 
@@ -54,12 +54,14 @@ NOT_OPTIMISED = (
 )
 
 
-# Here each case compiles a program, or more: the first value of each parameter runs by default, the others with
-# `-m forms`. What is refused compiles nothing, and all of it runs.
+# Here each case compiles a program, or more: the first value of each parameter runs by default, and of the ops of the
+# contract one of each kind; the others with `-m forms`. What is refused compiles nothing, and all of it runs.
 OF_FIRST_VALUES = (
     "tests/adapters/",
     "tests/attention/test_attention_formula.py",
     "tests/attention/test_attention_splash.py",
+    "tests/contract/",
+    "tests/core/",
     "tests/losses/test_contrastive.py",
     "tests/losses/test_cross_entropy.py",
     "tests/losses/test_linear_",
@@ -68,13 +70,16 @@ OF_FIRST_VALUES = (
     "tests/normalization/test_rows_on_one_axis.py",
     "tests/reductions/test_reductions.py",
     "tests/segments/",
-    "tests/test_softmax.py",
+    "tests/test_",
 )
 
 
 def pytest_itemcollected(item):
-    values = item.callspec.indices.values() if hasattr(item, "callspec") else ()
-    if item.nodeid.startswith(OF_FIRST_VALUES) and any(values) and "refus" not in item.name:
+    if not item.nodeid.startswith(OF_FIRST_VALUES) or not hasattr(item, "callspec") or "refus" in item.nodeid:
+        return
+    is_op = item.callspec.params.get("key") in FEW
+    is_other = any(number and not (is_op and name == "key") for name, number in item.callspec.indices.items())
+    if is_other and not any(map(item.get_closest_marker, ("gpu", "slow"))):
         item.add_marker("forms")
 
 

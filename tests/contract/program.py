@@ -11,7 +11,7 @@ import pytest
 from definitions import BEND
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from table import OPS, Op
-from tiers import FEW, KINDS, few_of, optimised_jit
+from tiers import KINDS, optimised_jit
 
 import masksafe
 from masksafe._core import platforms
@@ -50,25 +50,19 @@ class Results(NamedTuple):
     reverse_over_reverse: tuple[Any, ...] = ()  # the same, in a program of its own; only with `all_modes`
 
 
-def each_op(
-    condition: Callable[[Op], Any] = lambda op: True,
-    by_default: Any = tuple(OPS),
-    by_weights: bool = False,
-) -> Any:
-    """Parameters: the keys of those ops, with which the names of tests end.
+def each_op(condition: Callable[[Op], Any] = lambda op: True, by_weights: bool = False) -> Any:
+    """Parameters: the keys of those ops, with which the names of tests end; by default few of them run (conftest.py).
 
     The rows whose mask is a weight of 0 are of tests `by_weights` alone, which look at values and at gradients. The
     tangent of such an element, refusals and devices are no question of weights.
-
-    The variants of the tier "forms" run with `-m forms`, and so do all that are not `by_default`.
     """
     keys = [key for key, op in OPS.items() if condition(op) and (by_weights or not key.endswith(" of 0"))]
-    return pytest.mark.parametrize("key", few_of(keys, *(k for k in by_default if OPS[k].tier == "default")))
+    return pytest.mark.parametrize("key", keys)
 
 
 def each_kind(condition: Callable[[Op], Any] = lambda op: True) -> Any:
-    """Parameters: one op of each kind, by default few, for tests that compile other programs than `run`."""
-    return each_op(lambda op: op is OPS[op.name] and op.name in KINDS and condition(op), by_default=FEW)
+    """Parameters: one op of each kind, for tests that compile other programs than `run`."""
+    return each_op(lambda op: op is OPS[op.name] and op.name in KINDS and condition(op))
 
 
 def run(

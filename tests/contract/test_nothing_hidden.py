@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program import KINDS, assert_same_bits, directions_of, each_op, function_of_floats, of_definition, run
+from program import assert_same_bits, directions_of, each_kind, each_op, function_of_floats, of_definition, run
 from table import OPS
 
 from masksafe.testing import nonfinite_report
@@ -55,7 +55,7 @@ def test_a_bad_tangent_shows_in_its_row_and_in_no_other(key):
             assert_same_bits(*slopes)
 
 
-@each_op(lambda op: op is OPS[op.name] and op.name in KINDS, by_default=("log_softmax",))
+@each_kind()
 @pytest.mark.parametrize("grad", [False, True], ids=["value", "gradient"])
 def test_a_report_blames_a_nan_in_front_of_an_op_on_its_line(grad, key):
     op = OPS[key]
