@@ -19,7 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from tiers import FEW, KINDS  # noqa: E402
+from tiers import AS_OF_USERS, FEW  # noqa: E402
 
 from masksafe._core import platforms  # noqa: E402
 
@@ -91,7 +91,7 @@ def pytest_runtest_setup(item):
     if item.nodeid.startswith("tests/attention/"):
         optimises &= not item.get_closest_marker("forms")
     if item.nodeid.startswith("tests/contract/") and hasattr(item, "callspec"):
-        is_one = item.callspec.params.get("key", KINDS[0]) in KINDS
+        is_one = item.callspec.params.get("key", AS_OF_USERS[0]) in AS_OF_USERS
         optimises &= is_one or "large_arrays" in item.nodeid or bool(item.get_closest_marker("slow"))
     jax.config.update("jax_disable_most_optimizations", IS_FAST and not optimises)
 

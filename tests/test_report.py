@@ -115,7 +115,6 @@ def mean_by_products():
     return lambda x: (x * mask).sum(-1) / mask.sum(-1), (X,), {0: mask == 0}
 
 
-@pytest.mark.forms
 @pytest.mark.parametrize(
     ("case", "status", "verdict"), [("mean_of_rows", 0, "right"), ("mean_by_products", 1, "leaks")]
 )

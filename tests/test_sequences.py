@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiers import few_of
 
 import masksafe
 
@@ -81,7 +80,7 @@ def over_time(names, shape, **options):
     return jax.jit(jax.shard_map(on_each, mesh=mesh, in_specs=split, out_specs=(split, split)))
 
 
-@pytest.mark.parametrize("steps", few_of([1, 4, 6, 9, 40], 1, 6, 40))
+@pytest.mark.parametrize("steps", [6, 1, 4, 9, 40])
 def test_time_over_devices(steps):
     mapped = over_time("x", (4,), steps=steps)
     for dtype in ("int32", "uint32")[: 2 if steps == 6 else 1]:
@@ -89,7 +88,7 @@ def test_time_over_devices(steps):
         assert_same(mapped(tokens, IDS, WHERE), by_hand(tokens, IDS, WHERE, steps))
 
 
-@pytest.mark.parametrize("names", few_of([("x", "y"), ("y", "x")], ("y", "x")))
+@pytest.mark.parametrize("names", [("y", "x"), ("x", "y")])
 def test_time_over_two_axes_of_a_mesh(names):
     """Of one document: where it ends, nothing but the number of devices tells."""
     mapped, ids = over_time(names, (2, 4), steps=3), np.zeros((B, T), int)
@@ -102,7 +101,7 @@ def test_one_exchange_of_the_first_tokens_of_the_next_device():
     assert f"tensor<2x{B}x1xi32>" in exchange
 
 
-@pytest.mark.parametrize("spec", few_of([P("x"), P(None, "y"), P("x", "y")], P("x", "y")), ids=str)
+@pytest.mark.parametrize("spec", [P("x", "y"), P("x"), P(None, "y")], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_tokens_split_over_a_mesh(spec, kind):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))

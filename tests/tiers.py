@@ -13,6 +13,8 @@ KINDS += ("layer_norm", "batch_norm", "log_softmax", "var", "max", "segment_max"
 KINDS += ("linear_softmax_cross_entropy", "linear_kl_divergence", "info_nce_loss", "dot_product_attention")
 FEW = ("softmax_cross_entropy_with_integer_labels", "layer_norm", "segment_softmax", "linear_softmax_cross_entropy")
 FEW += ("info_nce_loss", "dot_product_attention")  # by default
+# Of these the contract's programs are compiled as those of users. Attention has large ones, and such tests of its own.
+AS_OF_USERS = tuple(key for key in KINDS if key != "dot_product_attention")
 
 # By default the tests' processes do without the emitters (conftest.py), which later versions always have.
 EMITTERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else None

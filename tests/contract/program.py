@@ -11,7 +11,7 @@ import pytest
 from definitions import BEND
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from table import OPS, Op
-from tiers import KINDS, optimised_jit
+from tiers import AS_OF_USERS, KINDS, optimised_jit
 
 import masksafe
 from masksafe._core import platforms
@@ -98,7 +98,7 @@ def program_of(key: str) -> Any:
         forward = jax.jvp(bent_gradients(of_floats, cotangents), floats, directions)[1]
         return Results(outputs, pull_back(cotangents), tangents, forward)
 
-    return optimised_jit(results) if key in KINDS else jax.jit(results)
+    return optimised_jit(results) if key in AS_OF_USERS else jax.jit(results)
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def reverse_over_reverse_of(key: str) -> Any:
         of_floats, floats = function_of_floats(OPS[key], where, args)
         return jax.vjp(bent_gradients(of_floats, cotangents), *floats)[1](directions)
 
-    return optimised_jit(derivatives) if key in KINDS else jax.jit(derivatives)
+    return optimised_jit(derivatives) if key in AS_OF_USERS else jax.jit(derivatives)
 
 
 @functools.cache

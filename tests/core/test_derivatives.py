@@ -57,7 +57,6 @@ def test_mode_belongs_to_its_thread():
     assert failures
 
 
-@pytest.mark.forms
 def test_third_derivatives_agree_between_the_modes():
     def along(x):
         return loss(LOGITS * x).sum()
