@@ -4,11 +4,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from definitions import BEND
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from table import OPS, Op
 from tiers import AS_OF_USERS, KINDS, optimised_jit
@@ -128,7 +128,7 @@ def bent_gradients(of_floats: Any, cotangents: Any) -> Any:
 
     def gradients(*floats: Any) -> Any:
         outputs, pull_back = jax.vjp(of_floats, *floats)
-        bent = (1 + BEND * masksafe.mask_where(~jnp.isfinite(out), out, 0) for out in outputs)
+        bent = (1 + definitions.BEND * masksafe.mask_where(~jnp.isfinite(out), out, 0) for out in outputs)
         return pull_back(tuple(c * b.astype(c.dtype) for c, b in zip(cotangents, bent, strict=True)))
 
     return gradients
@@ -239,6 +239,29 @@ def assert_same_second_derivative(actual: np.ndarray, expected: np.ndarray) -> N
 def assert_same_bits(actual: Any, expected: Any) -> None:
     """The same numbers with the same signs, of zeros as well; a NaN is a NaN."""
     jax.tree.map(lambda a, e: np.testing.assert_array_equal(bits(np.asarray(a)), bits(np.asarray(e))), actual, expected)
+
+
+def assert_is_of_definition(key: str, results: Results) -> None:
+    """The gradients and the second derivatives, of which those of `all_modes` agree."""
+    op, cotangents = OPS[key], cotangents_of(key)
+    gradients, slopes = definitions.derivatives(op, cotangents, directions_of(key))
+    for actual, expected in zip(results.gradients, gradients, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
+    for actual, expected in zip(results.forward_over_reverse, slopes, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-2, atol=1e-3)
+    for forward, reverse in zip(results.forward_over_reverse, results.reverse_over_reverse, strict=False):
+        assert_same_second_derivative(reverse, forward)
+    finite = [np.isfinite(out) for out in results.outputs]
+    along = sum(np.vdot(t[f], c[f]) for f, t, c in zip(finite, results.tangents, cotangents, strict=True))
+    np.testing.assert_allclose(along, sum(map(np.vdot, gradients, directions_of(key))), rtol=1e-3, atol=1e-3)
+
+
+def assert_nothing_left_is_nothing(key: str, **options: Any) -> None:
+    where = np.zeros_like(OPS[key].where)
+    results = run(key, where, polluted(key, where), **options)
+    for out, nothing in zip(results.outputs, OPS[key].nothing, strict=True):
+        assert_is_nothing(out, nothing)
+    assert_is_nothing(results[1:])
 
 
 def assert_is_nothing(actual: Any, nothing: float = 0) -> None:

@@ -112,7 +112,6 @@ TOP_CLASSES = np.array([[1, 4], [0, 3], [4, 2], [2, 1], [3, 0], [0, 1]], np.int3
 B, T, S, HEADS = 2, 4, 6, 2
 PAIRS = np.ones((B, T, S), bool)
 PAIRS[0, 0], PAIRS[0, :, 2], PAIRS[0, 1, 4], PAIRS[1] = False, False, False, False
-DISTANCE = np.arange(S) - np.arange(T)[:, None]
 LENGTHS = {"query_seq_lengths": np.int32([4, 3]), "key_value_seq_lengths": np.int32([5, 4])}
 IN_LENGTHS = (np.arange(T) < [[4], [3]])[:, :, None] & (np.arange(S) < [[5], [4]])[:, None]
 SEGMENTS = {
@@ -262,10 +261,6 @@ def _attention_over(
         nothing=(0.0, -np.inf),
         **others,
     )
-
-
-def _of_structure(live: np.ndarray, **options: Any) -> Op:
-    return _attention_over(live, of.attention, options=lambda: options)
 
 
 def _all_options(bias: Any, sinks: Any, scale: Any, slopes: Any) -> Any:
@@ -572,14 +567,6 @@ OPS = {
         classes=5,
         **_two_zeros,
     ),
-    "linear_log_probs, options": _of_tokens(
-        _linear_log_probs_with_options,
-        lambda f, k, b, label: of.log_prob(of.soft_capped(f @ k + b) / 0.7, label),
-        (FEATURES, KERNEL, CLASS_BIAS, LABELS),
-        "row, whole, whole, label",
-        classes=5,
-        **_two_zeros,
-    ),
     "linear_log_probs, a masked class": _with_padding(
         _linear_log_probs_with_options,
         lambda f, k, b, label: of.log_prob(of.soft_capped(f @ k + b) / 0.7, label),
@@ -766,11 +753,6 @@ OPS = {
         np.ones_like(ONE_QUERY), of.attention, where=ONE_QUERY, key_heads=HEADS
     ),
     "dot_product_attention, one key": _attention_over(np.ones_like(ONE_KEY), of.attention, where=ONE_KEY),
-    "dot_product_attention, causal": _of_structure(DISTANCE <= -1, is_causal=True, causal_offset=-1),
-    "dot_product_attention, window": _of_structure((DISTANCE >= -2) & (DISTANCE <= 1), local_window_size=(2, 1)),
-    "dot_product_attention, lengths": _of_structure(IN_LENGTHS, **LENGTHS),
-    "dot_product_attention, segments": _of_structure(IN_SEGMENTS, **SEGMENTS),
-    "dot_product_attention, positions": _of_structure(BEHIND >= 0, is_causal=True, **POSITIONS),
     "merge_attention": Op(
         _merged,
         (floats(2, 3, 2, 4), floats(2, 3, 2)),
