@@ -90,16 +90,6 @@ def test_another_number_in_an_eager_call_compiles_nothing(name, compilations):
     np.testing.assert_allclose(results[1], jax.jit(fn, static_argnums=1)(x, 2), rtol=1e-6, atol=1e-6)
 
 
-def test_a_loss_is_compiled_once(compilations):
-    calls = [lambda: losses.huber_loss(X, SHARES), lambda: losses.hinge_loss(X, SHARES, where=X == 0)]
-    calls += [lambda: losses.sigmoid_focal_loss(X, SHARES, alpha=0.5), lambda: losses.smooth_labels(SHARES, 0.1)]
-    calls += [lambda: losses.kl_divergence(X, SHARES), lambda: losses.cosine_distance(X, SHARES)]
-    jax.block_until_ready([call() for call in calls])
-    compilations.clear()
-    jax.block_until_ready([call() for call in calls])
-    assert not compilations
-
-
 def temporary_bytes(fn, *shapes):
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes

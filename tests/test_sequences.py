@@ -30,12 +30,11 @@ def assert_same(results, expected):
         np.testing.assert_array_equal(actual, array)
 
 
-@pytest.mark.parametrize("steps", [1, 3, T - 1, T, T + 5])
+@pytest.mark.parametrize("steps", [3, 1, T - 1, T, T + 5])
 def test_the_token_some_steps_further_on(steps):
-    everywhere, one = np.ones((B, T), bool), np.zeros((B, T), int)
     for ids, where in ((None, None), (IDS, None), (None, WHERE), (IDS, WHERE), (IDS[:1], WHERE[1:]), (IDS[0], None)):
-        expected_ids = np.broadcast_to(one if ids is None else ids, (B, T))
-        expected_where = np.broadcast_to(everywhere if where is None else where, (B, T))
+        expected_ids = np.broadcast_to(0 if ids is None else ids, (B, T))
+        expected_where = np.broadcast_to(True if where is None else where, (B, T))
         results = masksafe.next_tokens(TOKENS, ids, steps=steps, where=where)
         assert_same(results, by_hand(TOKENS, expected_ids, expected_where, steps))
 
