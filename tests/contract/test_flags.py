@@ -43,12 +43,6 @@ def beside_64_bits(key, args, dtype="bfloat16", **options):
     return op.where, args, tuple(np.sin(np.arange(o.size) + 1).reshape(o.shape).astype(o.dtype) for o in outputs)
 
 
-def traced_beside_64_bits(of, key, dtype, plan):
-    """The types of the results of `of(key)`, a function of what a program takes."""
-    with strict_flags(), platforms.chosen(**PLANS[plan]):
-        return jax.eval_shape(functools.partial(of, key), *beside_64_bits(key, OPS[key].args, dtype))
-
-
 @each_op()
 def test_no_dtype_grows_beside_64_bits(key):
     op, dtypes = OPS[key], {"f": jnp.dtype("bfloat16"), "i": np.dtype("int64")}
@@ -64,15 +58,15 @@ def test_no_dtype_grows_beside_64_bits(key):
     assert key.startswith(OF_DEFAULT_FLOAT) or {out.dtype for out in outputs} <= {dtypes["f"], np.dtype("float32")}
 
 
-def every_derivative(key, where, args, cotangents):
-    given = where, args, cotangents, tuple(direction(i, args[i]) for i in OPS[key].floats)
-    return program_of(key)(*given), reverse_over_reverse_of(key)(*given)
-
-
 @pytest.mark.forms
 @each_kind()
 def test_every_derivative_is_traced_beside_64_bits(key):
-    traced_beside_64_bits(every_derivative, key, "float32", distinct_plans(key)[-1])
+    def every_derivative(where, args, cotangents):
+        given = where, args, cotangents, tuple(direction(i, args[i]) for i in OPS[key].floats)
+        return program_of(key)(*given), reverse_over_reverse_of(key)(*given)
+
+    with strict_flags(), platforms.chosen(**PLANS[distinct_plans(key)[-1]]):
+        jax.eval_shape(every_derivative, *beside_64_bits(key, OPS[key].args, "float32"))
 
 
 # Every option that is a number, unlike its default, and what else it needs.

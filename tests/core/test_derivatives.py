@@ -75,10 +75,9 @@ OPS = {
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-@pytest.mark.parametrize("transform", [jax.jacfwd, lambda f: lambda x: jax.jvp(f, (x,), (x,))], ids=["jacfwd", "jvp"])
-def test_refusal_of_forward_mode_names_the_way_out(op, transform):
+def test_refusal_of_forward_mode_names_the_way_out(op):
     with pytest.raises(TypeError, match=r"custom_vjp function\..*with masksafe\.forward_mode\(\)") as caught:
-        transform(op)(LOGITS)
+        jax.jvp(op, (LOGITS,), (LOGITS,))
     assert str(caught.value).count("masksafe.forward_mode()") == 1
 
 

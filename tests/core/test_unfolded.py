@@ -153,16 +153,6 @@ def test_the_cotangent_of_a_sum_is_not_reduced_by_the_compiler(masked):
 
 
 @pytest.mark.forms
-def test_long_attention_and_merged_attention_neither():
-    q = jax.ShapeDtypeStruct((1, 2048, 1, 16), "float32")
-    assert not reductions_of_constants(
-        lambda qkv: masksafe.dot_product_attention(*qkv, is_causal=True).sum(), (q, q, q)
-    )
-    parts = jax.ShapeDtypeStruct((2, 1, 2048, 1, 16), "float32"), jax.ShapeDtypeStruct((2, 1, 2048, 1), "float32")
-    assert not reductions_of_constants(lambda parts: masksafe.merge_attention(*parts)[0].sum(), parts)
-
-
-@pytest.mark.forms
 def test_xla_prints_no_alarm(capfd):
     q = jax.ShapeDtypeStruct((32, 512, 16, 64), "float32")  # for a minute, if it was folded
     gradient = jax.grad(lambda q: masksafe.dot_product_attention(q, q, q).sum())
