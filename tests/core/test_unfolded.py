@@ -94,27 +94,21 @@ def _of_width_0(fn, x):
 
 OPS = {
     "logsumexp": lambda x: masksafe.logsumexp(x, -1, where=MASK),
-    "softmax": lambda x: masksafe.softmax(x, where=MASK),
     "log_softmax": lambda x: masksafe.log_softmax(x, where=MASK),
     "softmax_cross_entropy": lambda x: losses.softmax_cross_entropy(x, SOFT, where=MASK),
     "integer labels": lambda x: losses.softmax_cross_entropy_with_integer_labels(x, LABELS, where=MASK),
     "log_probs": lambda x: losses.log_probs(x, LABELS, where=MASK),
     "kl_divergence": lambda x: losses.kl_divergence(x, SOFT, where=MASK),
-    "cosine_distance": lambda x: losses.cosine_distance(x, SOFT, where=MASK),
     "multiclass_hinge_loss": lambda x: losses.multiclass_hinge_loss(x, LABELS, where=MASK),
-    "ranking_softmax_loss": lambda x: losses.ranking_softmax_loss(x, SOFT, where=MASK),
     "dice_loss": lambda x: losses.dice_loss(x, SOFT, where=SOME_ROWS[:, None]),
-    "linear": lambda x: losses.linear_softmax_cross_entropy(x, KERNEL, LABELS, where=SOME_ROWS),
     "linear with weights": lambda x: losses.linear_softmax_cross_entropy(x, KERNEL, LABELS, **OF_TOKENS),
     "linear of float16": lambda x: losses.linear_softmax_cross_entropy(
         x.astype("float16"), KERNEL.astype("float16"), LABELS, **OF_TOKENS
     ),
     **{f"{name} of width 0": functools.partial(_of_width_0, fn) for name, fn in LINEAR.items()},
     "layer_norm": lambda x: masksafe.layer_norm(x, where=MASK),
-    "standardize": lambda x: masksafe.standardize(x, where=MASK),
     "batch_norm": lambda x: masksafe.batch_norm(x, where=MASK)[0],
     "group_norm": lambda x: masksafe.group_norm(x, 8, where=MASK),
-    "mean": lambda x: masksafe.mean(x, where=MASK),
     "var": lambda x: masksafe.var(x, -1, where=MASK),
     "ntxent": lambda x: losses.ntxent(x, LABELS % 7, where=SOME_ROWS),
     "ntxent in one block": lambda x: losses.ntxent(x[:256], LABELS[:256] % 7, where=SOME_ROWS[:256]),
