@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_close
 
 import masksafe
 from masksafe.testing import assert_mask_safe
@@ -43,13 +44,9 @@ def drawn(seed, *shape):
 
 def assert_is(expected, fn, *arrays, masks=None, order=1):
     """What a function returns, whatever its arrays hold where they are masked."""
-    close(fn(*arrays), expected)
+    assert_close(fn(*arrays), expected, 1e-5, 1e-6)
     masks = [MASKED.reshape(*MASKED.shape, *[1] * (x.ndim - 2)) for x in arrays] if masks is None else masks
     assert_safe(fn, *arrays, masked=dict(enumerate(masks)), order=order)
-
-
-def close(actual, expected):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
 
 
 def by_row(formula, x):
@@ -96,7 +93,7 @@ def test_a_linear_recurrence_passes_over_what_is_masked():
     a, b = drawn(23, 2), drawn(24, 2)
     outputs = recipes.linear_recurrence(a, b, TOKENS)
     _, expected = recurrence(lambda state, a, b: a * state + b, a, b)
-    close(outputs[TOKENS], expected[TOKENS])
+    assert_close(outputs[TOKENS], expected[TOKENS], 1e-5, 1e-6)
     masked = {0: MASKED[..., None], 1: MASKED[..., None]}
     assert_safe(lambda a, b: recipes.linear_recurrence(a, b, TOKENS), a, b, masked=masked, order=1)
 

@@ -108,7 +108,7 @@ def mean_by_products():
 
 
 @pytest.mark.parametrize(
-    ("case", "status", "verdict"), [("mean_of_rows", 0, "right"), ("mean_by_products", 1, "leaks")]
+    ("case", "status", "verdict"), [("mean_by_products", 1, "leaks"), ("mean_of_rows", 0, "right")]
 )
 def test_a_function_of_the_user_gets_a_verdict(case, status, verdict, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "own_cases", sys.modules[__name__])
@@ -127,7 +127,7 @@ def test_a_function_of_the_user_gets_a_verdict(case, status, verdict, capsys, mo
         ("json.decoder:JSONDecoder", r"returned JSONDecoder, expected a function, a tuple of its arguments"),
     ],
 )
-def test_what_is_no_function_of_the_user_is_an_error(case, message, capsys):
+def test_what_is_no_function_of_the_user_is_refused(case, message, capsys):
     with pytest.raises(SystemExit) as error:
         main([case])
     assert error.value.code == 2

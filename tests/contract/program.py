@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import assert_same_bits
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from table import OPS, Op
 from tiers import AS_OF_USERS, KINDS, optimised_jit
 
 import masksafe
 from masksafe._core import platforms
-from masksafe.testing._trees import bits
 
 # The forms of a program. On a CPU arrays as small as those of the table would be one block.
 PLANS: dict[str, dict[str, Any]] = {
@@ -234,11 +234,6 @@ def assert_same_second_derivative(actual: np.ndarray, expected: np.ndarray) -> N
     """It is a difference of numbers of the size of the largest, and has their rounding error."""
     largest = np.abs(expected[np.isfinite(expected)]).max(initial=5)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-5 * largest)
-
-
-def assert_same_bits(actual: Any, expected: Any) -> None:
-    """The same numbers with the same signs, of zeros as well; a NaN is a NaN."""
-    jax.tree.map(lambda a, e: np.testing.assert_array_equal(bits(np.asarray(a)), bits(np.asarray(e))), actual, expected)
 
 
 def assert_is_of_definition(key: str, results: Results) -> None:
