@@ -147,7 +147,7 @@ def _slopes(norm: Norm, num_axes: int, inputs: NormInputs, row_moments: Moments,
     total, product = rows.add_up(total, product)
     (d_variance,) = pull_back_factor(sharding.vary_with(product, factor))
     d_x, d_weights = pull_back(rows, deviations, weights, row_moments, None, d_variance)
-    d_normalized = _scaled(d_y, scale, None)  # selected below, with the rest of `d_x`
+    d_normalized = _scaled(d_y, scale, unmasked)
     if row_moments.centre is not None:
         # Subtracted before the product, so that the only element of a row has a gradient of exactly 0.
         n = rows.divisor(deviations, row_moments.weight)
