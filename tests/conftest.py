@@ -19,7 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from tiers import KINDS  # noqa: E402
+from tiers import AS_OF_USERS, FEW  # noqa: E402
 
 from masksafe._core import platforms  # noqa: E402
 
@@ -54,23 +54,17 @@ NOT_OPTIMISED = (
 )
 
 
-# Here each case compiles a program, or more: the first value of each parameter runs by default, the others with
-# `-m forms`. What is refused compiles nothing, and all of it runs.
-OF_FIRST_VALUES = (
-    "tests/adapters/",
-    "tests/attention/",
-    "tests/losses/",
-    "tests/normalization/",
-    "tests/reductions/",
-    "tests/segments/",
-    "tests/test_softmax.py",
-    "tests/testing/",
-)
+# A case compiles a program, or more: the first value of each parameter runs by default, and of the ops of the contract
+# one of each kind; the others with `-m forms`. All run of what is refused, which compiles nothing, and here.
+OF_ALL_VALUES = ("tests/examples/", "tests/platforms/", "tests/typing/")
 
 
 def pytest_itemcollected(item):
-    values = item.callspec.indices.values() if hasattr(item, "callspec") else ()
-    if item.nodeid.startswith(OF_FIRST_VALUES) and any(values) and "refus" not in item.name:
+    if not hasattr(item, "callspec") or "refus" in item.nodeid or item.nodeid.startswith(OF_ALL_VALUES):
+        return
+    is_op = item.callspec.params.get("key") in FEW
+    is_other = any(number and not (is_op and name == "key") for name, number in item.callspec.indices.items())
+    if is_other and not any(map(item.get_closest_marker, ("gpu", "slow"))):
         item.add_marker("forms")
 
 
@@ -82,7 +76,7 @@ def pytest_runtest_setup(item):
     if item.nodeid.startswith("tests/attention/"):
         optimises &= not item.get_closest_marker("forms")
     if item.nodeid.startswith("tests/contract/") and hasattr(item, "callspec"):
-        is_one = item.callspec.params.get("key", KINDS[0]) in KINDS
+        is_one = item.callspec.params.get("key", AS_OF_USERS[0]) in AS_OF_USERS
         optimises &= is_one or "large_arrays" in item.nodeid or bool(item.get_closest_marker("slow"))
     jax.config.update("jax_disable_most_optimizations", IS_FAST and not optimises)
 

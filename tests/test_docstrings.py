@@ -5,8 +5,6 @@ import inspect
 import re
 from collections.abc import Callable
 
-import pytest
-
 import masksafe
 
 MODULES = (masksafe, masksafe.losses, masksafe.testing, masksafe.attention_masks, masksafe.adapters)
@@ -16,7 +14,6 @@ PUBLIC = {
     for name in module.__all__
     if callable(getattr(module, name)) and not isinstance(getattr(module, name), masksafe.attention_masks.AttentionMask)
 }
-FUNCTIONS = {name: fn for name, fn in PUBLIC.items() if not inspect.isclass(fn)}
 
 MOST_LINES = 60
 # They have 24 parameters and 16.
@@ -28,42 +25,31 @@ PARAMETER = re.compile(r"^  (\*{0,2}\w+): ", re.MULTILINE)
 STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
-def each(objects: dict[str, Callable]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("name", "documented"), objects.items(), ids=list(objects))
-
-
 def sections(documented: Callable) -> dict[str, str]:
     """The text of each section under its title."""
     _, *parts = SECTION.split(inspect.getdoc(documented))
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-@each(PUBLIC)
-def test_at_most_a_page(name, documented):
-    assert len(inspect.getdoc(documented).splitlines()) <= LONGER.get(name, MOST_LINES)
+def test_at_most_a_page_with_an_example_that_fits_a_block_of_code():
+    for name, documented in PUBLIC.items():
+        text = inspect.getdoc(documented)
+        lines, examples = text.splitlines(), doctest.DocTestParser().get_examples(text)
+        assert len(lines) <= LONGER.get(name, MOST_LINES), name
+        assert examples, name
+        assert "Example" in sections(documented), name
+        for example in examples:
+            end = example.lineno + len((example.source + example.want).splitlines())
+            for line in lines[example.lineno : end]:
+                assert len(line) <= WIDEST_EXAMPLE, line
 
 
-@each(PUBLIC)
-def test_an_example_that_fits_a_block_of_code(name, documented):
-    text = inspect.getdoc(documented)
-    examples = doctest.DocTestParser().get_examples(text)
-    assert examples
-    assert "Example" in sections(documented)
-    lines = text.splitlines()
-    for example in examples:
-        end = example.lineno + len((example.source + example.want).splitlines())
-        for line in lines[example.lineno : end]:
-            assert len(line) <= WIDEST_EXAMPLE, line
-
-
-@each(FUNCTIONS)
-def test_args_are_those_of_the_signature(name, documented):
-    parameters = inspect.signature(documented).parameters.values()
-    expected = [STARS.get(p.kind, "") + p.name for p in parameters]
-    assert PARAMETER.findall(sections(documented).get("Args", "")) == expected
-
-
-@each(FUNCTIONS)
-def test_what_is_returned(name, documented):
-    returns_nothing = inspect.signature(documented).return_annotation in (None, "None")  # assertions and setters
-    assert ("Returns" in sections(documented)) != returns_nothing
+def test_arguments_and_results_are_those_of_the_signature():
+    for name, function in PUBLIC.items():
+        if inspect.isclass(function):
+            continue
+        signature, parts = inspect.signature(function), sections(function)
+        expected = [STARS.get(p.kind, "") + p.name for p in signature.parameters.values()]
+        assert PARAMETER.findall(parts.get("Args", "")) == expected, name
+        returns_nothing = signature.return_annotation in (None, "None")  # assertions and setters
+        assert ("Returns" in parts) != returns_nothing, name

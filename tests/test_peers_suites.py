@@ -1,5 +1,10 @@
-"""The tests that optax has of its losses, run with those of masksafe in their place."""
+"""The tests that optax has of its losses, run with those of masksafe in their place.
 
+In that run this file is a plugin of pytest.
+"""
+
+import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -7,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import masksafe
 
 TESTS = Path(__file__).parent
 FILES = ("classification", "fenchel_young", "ranking", "regression", "segmentation", "self_supervised", "smoothing")
@@ -35,7 +42,7 @@ def test_suite_of_optax(mode, tmp_path):
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
     }
     modules = [f"optax.losses._{file}_test" for file in FILES]
-    options = ["-q", "-p", "optax_suite_plugin", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    options = ["-q", "-p", "test_peers_suites", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
     command = [sys.executable, "-m", "pytest", *options, "--pyargs", *modules]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     outcome = json.loads(result.read_text())
@@ -43,3 +50,30 @@ def test_suite_of_optax(mode, tmp_path):
     # Both ways: what no longer fails is to leave the list.
     assert set(outcome["failed"]) == intended, run.stdout[-4000:] + run.stderr[-2000:]
     assert outcome["passed"] > 150
+
+
+# The hooks of the plugin.
+
+OUTCOME = {"failed": [], "passed": 0}
+CONTEXT = contextlib.ExitStack()  # kept: a context that nobody holds ends at once
+
+
+def pytest_configure():
+    for file in FILES:
+        module = importlib.import_module(f"optax.losses._{file}")
+        for name in vars(masksafe.losses):
+            if name in vars(module) and not name.startswith("_"):
+                setattr(module, name, getattr(masksafe.losses, name))
+    if os.environ["MASKSAFE_SUITE_MODE"] == "forward":
+        CONTEXT.enter_context(masksafe.forward_mode())
+
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        OUTCOME["failed"].append("::".join(report.nodeid.split("::")[-2:]))
+    elif report.when == "call" and report.passed:
+        OUTCOME["passed"] += 1
+
+
+def pytest_unconfigure():
+    Path(os.environ["MASKSAFE_SUITE_RESULT"]).write_text(json.dumps(OUTCOME))

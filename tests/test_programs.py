@@ -1,12 +1,9 @@
 """What XLA makes of the ops on a CPU, as far as its compiler decides it and not a clock."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiers import few_of
 
 import masksafe
 from masksafe import losses
@@ -16,8 +13,6 @@ LABELS = np.zeros(4, np.int32)
 SHARES = np.full((4, 8), 1 / 8, np.float32)
 BITS = np.ones((4, 8), np.float32)
 INTEGER = losses.softmax_cross_entropy_with_integer_labels
-
-form = functools.partial(pytest.param, marks=pytest.mark.forms)
 
 
 def attend(q, **arguments):
@@ -82,10 +77,9 @@ NUMBERS = {
     "epsilon of group norm": lambda x, n: masksafe.group_norm(x, 2, epsilon=n / 10),
     "prefix": lambda x, n: attend(x, mask_mod=masksafe.attention_masks.prefix(n)),
 }
-CHANGED_BY_DEFAULT = "scale", "epsilon of layer norm", "temperature"
 
 
-@pytest.mark.parametrize("name", few_of(NUMBERS, *CHANGED_BY_DEFAULT))
+@pytest.mark.parametrize("name", NUMBERS)
 def test_another_number_in_an_eager_call_compiles_nothing(name, compilations):
     fn, x = NUMBERS[name], jnp.asarray(HEADS)
     results = [jax.block_until_ready(fn(x, n)) for n in (1, 2)]
@@ -94,16 +88,6 @@ def test_another_number_in_an_eager_call_compiles_nothing(name, compilations):
     assert not compilations
     assert jnp.any(results[0] != results[1])
     np.testing.assert_allclose(results[1], jax.jit(fn, static_argnums=1)(x, 2), rtol=1e-6, atol=1e-6)
-
-
-def test_a_loss_is_compiled_once(compilations):
-    calls = [lambda: losses.huber_loss(X, SHARES), lambda: losses.hinge_loss(X, SHARES, where=X == 0)]
-    calls += [lambda: losses.sigmoid_focal_loss(X, SHARES, alpha=0.5), lambda: losses.smooth_labels(SHARES, 0.1)]
-    calls += [lambda: losses.kl_divergence(X, SHARES), lambda: losses.cosine_distance(X, SHARES)]
-    jax.block_until_ready([call() for call in calls])
-    compilations.clear()
-    jax.block_until_ready([call() for call in calls])
-    assert not compilations
 
 
 def temporary_bytes(fn, *shapes):
@@ -115,8 +99,8 @@ def mean_of(loss):
     return lambda *args: loss(*args).mean()
 
 
-@pytest.mark.parametrize("classes", [form(1000), 50257])
-@pytest.mark.parametrize("gradient", [form(False), True], ids=["value", "gradient"])
+@pytest.mark.parametrize("classes", [50257, 1000])
+@pytest.mark.parametrize("gradient", [True, False], ids=["gradient", "value"])
 def test_cross_entropy_of_labels_holds_no_array_of_the_logits_size(classes, gradient):
     rows = 2**21 // classes
     fn = mean_of(INTEGER)

@@ -36,23 +36,18 @@ def test_padding_and_empty_groups_have_gradients_of_0_and_change_none():
     assert not clean[1][SIZES == 0].any()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_bad_in_a_row_shows_there_and_in_the_matrix_of_its_group(bad):
+def test_what_is_bad_in_a_row_shows_in_the_matrix_of_its_group_unless_a_loss_masks_the_row():
     x = X.copy()
-    x[4, 1] = bad
-    is_bad = ~np.isfinite(masksafe.ragged_dot(x, W, SIZES)).all(1)
-    np.testing.assert_array_equal(np.flatnonzero(is_bad), [4])
-    d_x, d_w = gradients(x, W)
-    np.testing.assert_array_equal(np.flatnonzero(np.isnan(d_x).any(1)), [4])
+    x[4, 1] = np.nan
+    _, d_w = gradients(x, W)
     np.testing.assert_array_equal(np.flatnonzero(np.isnan(d_w).any((1, 2))), [2])
-    d_out = np.where(np.arange(ROWS)[:, None] == 4, 0, D_OUT)  # a loss that masks the row
+    d_out = np.where(np.arange(ROWS)[:, None] == 4, 0, D_OUT)
     assert all(np.isfinite(d).all() for d in gradients(x, W, d_out=d_out))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_bad_in_a_matrix_shows_in_its_column_of_its_rows(bad):
+def test_what_is_bad_in_a_matrix_shows_in_its_column_of_its_rows():
     w = W.copy()
-    w[2, 1, 1] = bad
+    w[2, 1, 1] = np.inf
     out = np.asarray(masksafe.ragged_dot(X, w, SIZES))
     np.testing.assert_array_equal(np.argwhere(~np.isfinite(out)), [[3, 1], [4, 1], [5, 1], [6, 1]])
     d_x, d_w = gradients(X, w)

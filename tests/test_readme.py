@@ -1,5 +1,12 @@
-"""The README: what its tables say that lines print, and calls that work with the arrays of the blocks above them."""
+"""README, the first page and Getting started: a prompt takes every block and prints what it says, and tables are true.
 
+A comment at the start of a line is what the block prints.
+"""
+
+import code
+import contextlib
+import doctest
+import io
 import re
 from pathlib import Path
 
@@ -12,45 +19,55 @@ import pytest
 import masksafe
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "README.md").read_text("utf8")
-NAMES = {"jax": jax, "jnp": jnp, "optax": optax, "masksafe": masksafe, "losses": masksafe.losses}
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text("utf8")
+
+
+class Prompt(code.InteractiveConsole):
+    """Python's prompt as it is up to 3.12, where nothing but a blank line ends a `def`; errors are raised."""
+
+    def write(self, data):
+        raise AssertionError(data)
+
+    def showtraceback(self):
+        raise
+
+    def paste(self, block):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            more = [self.push(line) for line in block.splitlines()]
+        assert not any(more[-1:]), "the last statement needs a blank line behind it"
+        return printed.getvalue()
 
 
 def rows_of(heading):
-    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
     return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
 
 
-@pytest.fixture(scope="module")
-def names():
-    """Those of all blocks of the page."""
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/getting_started.md"])
+def test_a_prompt_takes_every_block_and_prints_what_it_says(page):
     pytest.importorskip("flax")
-    names = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
-        exec(block, names)
-    return names
+    prompt, is_printed = Prompt(), doctest.OutputChecker().check_output
+    for block in BLOCK.findall((ROOT / page).read_text("utf8")):
+        expected = "".join(f"{line[2:]}\n" for line in block.splitlines() if line.startswith("# "))
+        found = prompt.paste(block)
+        assert is_printed(expected, found, doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS), f"{block}\n{found}"
+    for _, call in rows_of("Change the import") if page == "README.md" else ():
+        found = eval(call.strip("`"), prompt.locals)
+        assert not any(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(found) if isinstance(leaf, jax.Array)), call
 
 
-WRONG_TODAY, CALLS = rows_of("What goes wrong today"), rows_of("Change the import")
-
-
-@pytest.mark.parametrize("column", [1, 2], ids=["without", "with"])
-@pytest.mark.parametrize("row", WRONG_TODAY, ids=[row[0] for row in WRONG_TODAY])
-def test_a_line_prints_what_stands_below_it(row, column):
-    preamble = re.search("Lines to paste, after `(.+?)`:", PAGE)[1]
-    code, printed = re.fullmatch(r"`(.+?)`<br>\[?([^,\]]+).*", row[column]).groups()
-    names = dict(NAMES)
-    exec(preamble, names)
-    expected = [float(number) for number in printed.split()]
-    np.testing.assert_allclose(np.ravel(eval(code, names)), expected, rtol=1e-4)
-
-
-@pytest.mark.parametrize("row", CALLS, ids=[re.sub(r"\W+", " ", row[0]) for row in CALLS])
-def test_a_call_works_and_hides_what_is_masked(row, names):
-    found = eval(row[1].strip("`"), names)
-    assert not any(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(found) if isinstance(leaf, jax.Array))
+def test_lines_print_what_stands_below_them():
+    preamble = re.search("Lines to paste, after `(.+?)`:", README)[1]
+    for row in rows_of("What goes wrong today"):
+        for column in row[1:]:
+            line, printed = re.fullmatch(r"`(.+?)`<br>\[?([^,\]]+).*", column).groups()
+            names = {"jax": jax, "jnp": jnp, "optax": optax, "masksafe": masksafe, "losses": masksafe.losses}
+            exec(preamble, names)
+            expected = [float(number) for number in printed.split()]
+            np.testing.assert_allclose(np.ravel(eval(line, names)), expected, rtol=1e-4, err_msg=line)
 
 
 def test_the_first_pages_say_which_version_a_clone_has():
-    for page in (PAGE, (ROOT / "docs/index.md").read_text("utf8")):
-        assert f"A clone is {masksafe.__version__}," in page
+    for page in ("README.md", "docs/index.md"):
+        assert f"A clone is {masksafe.__version__}," in (ROOT / page).read_text("utf8")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
+from comparisons import assert_close
 
 import masksafe
 from masksafe.testing import assert_mask_safe
@@ -44,13 +44,9 @@ def drawn(seed, *shape):
 
 def assert_is(expected, fn, *arrays, masks=None, order=1):
     """What a function returns, whatever its arrays hold where they are masked."""
-    close(fn(*arrays), expected)
+    assert_close(fn(*arrays), expected, 1e-5, 1e-6)
     masks = [MASKED.reshape(*MASKED.shape, *[1] * (x.ndim - 2)) for x in arrays] if masks is None else masks
     assert_safe(fn, *arrays, masked=dict(enumerate(masks)), order=order)
-
-
-def close(actual, expected):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
 
 
 def by_row(formula, x):
@@ -97,7 +93,7 @@ def test_a_linear_recurrence_passes_over_what_is_masked():
     a, b = drawn(23, 2), drawn(24, 2)
     outputs = recipes.linear_recurrence(a, b, TOKENS)
     _, expected = recurrence(lambda state, a, b: a * state + b, a, b)
-    close(outputs[TOKENS], expected[TOKENS])
+    assert_close(outputs[TOKENS], expected[TOKENS], 1e-5, 1e-6)
     masked = {0: MASKED[..., None], 1: MASKED[..., None]}
     assert_safe(lambda a, b: recipes.linear_recurrence(a, b, TOKENS), a, b, masked=masked, order=1)
 
@@ -180,19 +176,12 @@ def test_draws_are_as_frequent_as_the_softmax_says(categorical):
         assert ((counts - expected[row])[left] ** 2 / expected[row][left]).sum() < 26
 
 
-def test_garbage_changes_no_draw(categorical):
+def test_garbage_changes_no_draw_and_a_row_with_nothing_left_has_none(categorical):
     logits, where = categorical
     drawn = [draws(jax.random.key(1), np.where(where, logits, x).astype(np.float32), where, 100) for x in GARBAGE]
     for other in drawn[1:]:
         np.testing.assert_array_equal(other, drawn[0])
-
-
-def test_a_row_with_nothing_left_has_no_draw(categorical):
-    logits, where = categorical
-    assert (draws(jax.random.key(2), logits, where, 100)[:, 3] == -1).all()
-    assert jax.random.categorical(jax.random.key(2), jnp.full(6, -jnp.inf)) == 0  # what it would be by itself
-    no_draw = masksafe.losses.log_probs(logits[3] * np.nan, jnp.array(-1), where=where[3])
-    assert no_draw == 0
+    assert (drawn[0][:, 3] == -1).all()
 
 
 def test_an_unmasked_nan_stays_in_sight():
@@ -236,11 +225,10 @@ def test_the_most_probable_classes_are_kept(recipe, argument, is_enough, categor
 
 @pytest.fixture(scope="module")
 def evaluation():
-    """Logits `[797, 10]` in float64 of a linear classifier of digits, and labels."""
-    images, labels = load_digits(return_X_y=True)
-    images = images / 16
-    centres = np.stack([images[:1000][labels[:1000] == digit].mean(0) for digit in range(10)])
-    return 2 * (images[1000:] @ centres.T - (centres**2).sum(1) / 2), labels[1000:]
+    """Logits `[797, 10]` in float64, and labels."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, (797, 10))
+    return logits, np.where(rng.random(797) < 0.7, logits.argmax(1), rng.integers(10, size=797))
 
 
 def exact_report(logits, labels):
@@ -276,7 +264,7 @@ def uneven_batches(logits, labels, garbage):
 metrics = jax.jit(lambda logits, labels: recipes.metrics(logits, labels, BINS))
 
 
-@pytest.mark.parametrize("garbage", [0.0, np.inf, np.nan])
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
 def test_metrics_of_padded_batches_are_those_of_the_data(garbage, evaluation):
     means = recipes.total([metrics(*batch) for batch in uneven_batches(*evaluation, garbage)])
     assert means["loss"].count == means["accuracy by bin"].count.sum() == len(evaluation[1])
@@ -284,23 +272,6 @@ def test_metrics_of_padded_batches_are_those_of_the_data(garbage, evaluation):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
-
-
-def test_an_empty_batch_changes_no_bit(evaluation):
-    data, *_ = uneven_batches(*evaluation, np.nan)
-    nothing = np.full_like(data[0], np.nan), np.full_like(data[1], -100)
-    of_data, of_nothing = metrics(*data), metrics(*nothing)
-    both = recipes.total([of_nothing, of_data])
-    for name, mean in recipes.total([of_data]).items():
-        np.testing.assert_array_equal(both[name].value, mean.value, err_msg=name)
-        assert not jnp.any(of_nothing[name].count), name
-
-
-def test_metrics_of_sequences_are_those_of_their_tokens(evaluation):
-    (logits, labels), *_ = uneven_batches(*evaluation, np.nan)
-    of_rows, of_sequences = metrics(logits, labels), metrics(logits.reshape(4, 16, 10), labels.reshape(4, 16))
-    for name, mean in of_rows.items():
-        np.testing.assert_allclose(of_sequences[name].value, mean.value, rtol=1e-6, err_msg=name)
 
 
 def test_an_unmasked_nan_shows_in_losses_and_calibration(evaluation):

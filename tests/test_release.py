@@ -5,9 +5,9 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import masksafe
 from masksafe.__main__ import main
@@ -34,41 +34,15 @@ def sections(changelog):
     return [(*parts[i : i + 2], parts[i + 2].strip()) for i in range(0, len(parts), 3)]
 
 
-def disagreement(version, changelog):
-    """What is wrong with a version and a changelog; None if they agree."""
-    (first, _, unreleased), (newest, date, _), *_ = sections(changelog)
-    number, dev = re.fullmatch(r"(\d+\.\d+\.\d+)(\.dev0)?", version).groups()
-    if first != "Unreleased":
-        return "no section Unreleased on top"
-    if date is None:
-        return "no date"
-    if dev:
-        is_later = [*map(int, number.split("."))] > [*map(int, newest.split("."))]
-        return None if is_later else "the coming version is not later than the newest release"
-    if number != newest:
-        return "a version without a section"
-    return "a release with unreleased changes" if unreleased else None
-
-
 def test_the_version_is_that_of_the_newest_section_or_comes_after_it():
-    assert disagreement(masksafe.__version__, CHANGELOG) is None
-
-
-@pytest.mark.parametrize(
-    ("version", "unreleased", "heading", "expected"),
-    [
-        ("0.3.0", "", "[0.3.0] - 2026-11-24", None),
-        ("0.4.0.dev0", "- A change.", "[0.3.0] - 2026-11-24", None),
-        ("0.10.0.dev0", "", "[0.9.1] - 2026-11-24", None),
-        ("0.3.0.dev0", "", "[0.3.0] - 2026-11-24", "the coming version is not later than the newest release"),
-        ("0.4.0", "", "[0.3.0] - 2026-11-24", "a version without a section"),
-        ("0.3.0", "- A change.", "[0.3.0] - 2026-11-24", "a release with unreleased changes"),
-        ("0.3.0", "", "[0.3.0]", "no date"),
-    ],
-)
-def test_what_would_disagree(version, unreleased, heading, expected):
-    changelog = f"# Changelog\n\n## [Unreleased]\n\n{unreleased}\n\n## {heading}\n\n- It works.\n"
-    assert disagreement(version, changelog) == expected
+    (first, _, unreleased), (newest, date, _), *_ = sections(CHANGELOG)
+    number, is_coming = re.fullmatch(r"(\d+\.\d+\.\d+)(\.dev0)?", masksafe.__version__).groups()
+    assert first == "Unreleased"
+    assert date is not None
+    if is_coming:
+        assert Version(number) > Version(newest)
+    else:
+        assert (number, unreleased) == (newest, "")
 
 
 def test_the_citation_is_of_the_newest_release():
@@ -113,10 +87,10 @@ def test_pythons_are_those_of_the_tests():
     assert all(f">={floor}" in str(needed_by(python)[name]) for python in PYTHONS for name, (floor,) in floors.items())
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-def test_a_fresh_installation_takes_no_version_at_fault_and_one_that_is_pinned_is_installed(python):
-    runs_there = ["0.10.0", "0.10.1", "0.10.2"]
-    if python != "3.11":  # which later ones do not run on
-        runs_there += ["0.11.0", "0.11.1", "0.11.2", "0.12.0.1"]
-    allowed = {name: list(needed.filter(runs_there)) for name, needed in needed_by(python).items()}
-    assert allowed == dict.fromkeys(["jax", "jaxlib"], ["0.10.1"] if python == "3.11" else runs_there[1:])
+def test_a_fresh_installation_takes_no_version_at_fault_and_one_that_is_pinned_is_installed():
+    for python in PYTHONS:
+        runs_there = ["0.10.0", "0.10.1", "0.10.2"]
+        if python != "3.11":  # which later ones do not run on
+            runs_there += ["0.11.0", "0.11.1", "0.11.2", "0.12.0.1"]
+        allowed = {name: list(needed.filter(runs_there)) for name, needed in needed_by(python).items()}
+        assert allowed == dict.fromkeys(["jax", "jaxlib"], ["0.10.1"] if python == "3.11" else runs_there[1:])

@@ -92,14 +92,6 @@ def test_progress_and_faults_of_a_compiler_are_told(capsys, monkeypatch):
     assert re.search(r"On CPUs jaxlib \S+ computes wrong sums, also without masksafe", out)
 
 
-def test_status_is_one_if_the_contract_is_broken(capsys, monkeypatch):
-    monkeypatch.setitem(OPS, "smooth_labels", lambda labels, alpha, where: labels)
-    assert main(["--only", "smooth_labels"]) == 1
-    out = capsys.readouterr().out
-    assert "does NOT keep its contract" in out
-    assert "A masked element is not gone" in out
-
-
 def test_an_unknown_op_is_refused(capsys):
     assert main(["--only", "nothing_of_the_kind"]) == 2
     assert "No op has any of nothing_of_the_kind in its name." in capsys.readouterr().err
@@ -115,9 +107,8 @@ def mean_by_products():
     return lambda x: (x * mask).sum(-1) / mask.sum(-1), (X,), {0: mask == 0}
 
 
-@pytest.mark.forms
 @pytest.mark.parametrize(
-    ("case", "status", "verdict"), [("mean_of_rows", 0, "right"), ("mean_by_products", 1, "leaks")]
+    ("case", "status", "verdict"), [("mean_by_products", 1, "leaks"), ("mean_of_rows", 0, "right")]
 )
 def test_a_function_of_the_user_gets_a_verdict(case, status, verdict, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "own_cases", sys.modules[__name__])
@@ -136,7 +127,7 @@ def test_a_function_of_the_user_gets_a_verdict(case, status, verdict, capsys, mo
         ("json.decoder:JSONDecoder", r"returned JSONDecoder, expected a function, a tuple of its arguments"),
     ],
 )
-def test_what_is_no_function_of_the_user_is_an_error(case, message, capsys):
+def test_what_is_no_function_of_the_user_is_refused(case, message, capsys):
     with pytest.raises(SystemExit) as error:
         main([case])
     assert error.value.code == 2

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
@@ -48,22 +49,22 @@ def alone(guide, fn, *trees):
 
 def gae_of_answer(rewards, values, decay=0.95):
     """For a discount of 1."""
-    errors = rewards + jnp.append(values[1:], 0) - values
-    powers = decay ** jnp.arange(len(errors))
-    return jnp.stack([errors[t:] @ powers[: len(errors) - t] for t in range(len(errors))])
+    errors = rewards + np.append(values[1:], 0) - values
+    powers = decay ** np.arange(len(errors))
+    return np.stack([errors[t:] @ powers[: len(errors) - t] for t in range(len(errors))])
 
 
 def test_advantages(guide):
-    rewards, values, mask = guide["rewards"], guide["old_values"], guide["mask"]
+    rewards, values, mask = jax.device_get((guide["rewards"], guide["old_values"], guide["mask"]))
     expected = alone(guide, gae_of_answer, rewards, values)
     assert_agree(guide["estimates"][mask], expected)
     assert_agree(guide["white"][mask], jax.nn.standardize(numbers(expected), epsilon=1e-8))
-    assert_same_bits(guide, lambda *arrays: guide["gae"](*arrays, mask), rewards, values)
+    assert_same_bits(guide, jax.jit(lambda *arrays: guide["gae"](*arrays, mask)), rewards, values)
 
 
 def test_an_answer_with_the_output_of_a_tool_in_it(guide):
-    rewards, values = guide["rewards"], guide["old_values"]
-    tokens = jnp.array([0, 1, 3, 4])
+    rewards, values = jax.device_get((guide["rewards"], guide["old_values"]))
+    tokens = np.array([0, 1, 3, 4])
     found = guide["gae"](rewards, values, guide["mask"].at[0, 2].set(False), across=True)[0]
     assert_agree(found[tokens], gae_of_answer(rewards[0, tokens], values[0, tokens]))
     assert found[2] == 0

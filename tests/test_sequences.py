@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiers import few_of
 
 import masksafe
 
@@ -31,12 +30,11 @@ def assert_same(results, expected):
         np.testing.assert_array_equal(actual, array)
 
 
-@pytest.mark.parametrize("steps", [1, 3, T - 1, T, T + 5])
+@pytest.mark.parametrize("steps", [3, 1, T - 1, T, T + 5])
 def test_the_token_some_steps_further_on(steps):
-    everywhere, one = np.ones((B, T), bool), np.zeros((B, T), int)
     for ids, where in ((None, None), (IDS, None), (None, WHERE), (IDS, WHERE), (IDS[:1], WHERE[1:]), (IDS[0], None)):
-        expected_ids = np.broadcast_to(one if ids is None else ids, (B, T))
-        expected_where = np.broadcast_to(everywhere if where is None else where, (B, T))
+        expected_ids = np.broadcast_to(0 if ids is None else ids, (B, T))
+        expected_where = np.broadcast_to(True if where is None else where, (B, T))
         results = masksafe.next_tokens(TOKENS, ids, steps=steps, where=where)
         assert_same(results, by_hand(TOKENS, expected_ids, expected_where, steps))
 
@@ -81,7 +79,7 @@ def over_time(names, shape, **options):
     return jax.jit(jax.shard_map(on_each, mesh=mesh, in_specs=split, out_specs=(split, split)))
 
 
-@pytest.mark.parametrize("steps", few_of([1, 4, 6, 9, 40], 1, 6, 40))
+@pytest.mark.parametrize("steps", [6, 1, 4, 9, 40])
 def test_time_over_devices(steps):
     mapped = over_time("x", (4,), steps=steps)
     for dtype in ("int32", "uint32")[: 2 if steps == 6 else 1]:
@@ -89,7 +87,7 @@ def test_time_over_devices(steps):
         assert_same(mapped(tokens, IDS, WHERE), by_hand(tokens, IDS, WHERE, steps))
 
 
-@pytest.mark.parametrize("names", few_of([("x", "y"), ("y", "x")], ("y", "x")))
+@pytest.mark.parametrize("names", [("y", "x"), ("x", "y")])
 def test_time_over_two_axes_of_a_mesh(names):
     """Of one document: where it ends, nothing but the number of devices tells."""
     mapped, ids = over_time(names, (2, 4), steps=3), np.zeros((B, T), int)
@@ -102,7 +100,7 @@ def test_one_exchange_of_the_first_tokens_of_the_next_device():
     assert f"tensor<2x{B}x1xi32>" in exchange
 
 
-@pytest.mark.parametrize("spec", few_of([P("x"), P(None, "y"), P("x", "y")], P("x", "y")), ids=str)
+@pytest.mark.parametrize("spec", [P("x", "y"), P("x"), P(None, "y")], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_tokens_split_over_a_mesh(spec, kind):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))

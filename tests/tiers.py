@@ -4,7 +4,6 @@ import functools
 import itertools
 
 import jax
-import pytest
 
 # Ops of the contract's table: each of these has a loop, a layout or a rule of its own; the others are computed like one
 # of them.
@@ -13,6 +12,8 @@ KINDS += ("layer_norm", "batch_norm", "log_softmax", "var", "max", "segment_max"
 KINDS += ("linear_softmax_cross_entropy", "linear_kl_divergence", "info_nce_loss", "dot_product_attention")
 FEW = ("softmax_cross_entropy_with_integer_labels", "layer_norm", "segment_softmax", "linear_softmax_cross_entropy")
 FEW += ("info_nce_loss", "dot_product_attention")  # by default
+# Of these the contract's programs are compiled as those of users. Attention has large ones, and such tests of its own.
+AS_OF_USERS = tuple(key for key in KINDS if key != "dot_product_attention")
 
 # By default the tests' processes do without the emitters (conftest.py), which later versions always have.
 EMITTERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else None
@@ -41,13 +42,3 @@ def pairs(*choices):
         left -= found[best]
         kept.append(rows[best])
     return kept
-
-
-def first(values, one):
-    """All values as parameters, with one in front."""
-    return [one, *(v for v in values if v != one)]
-
-
-def few_of(values, *kept):
-    """All values as parameters; those that are not kept run with `-m forms`, for each compiles a program."""
-    return [v if v in kept else pytest.param(v, marks=pytest.mark.forms) for v in values]

@@ -68,7 +68,7 @@ def normalized(norm: Norm, inputs: NormInputs, row_moments: Moments | None = Non
         y *= selected(inputs.scale.astype(y.dtype), where)
     if inputs.bias is not None:
         y += selected(inputs.bias.astype(y.dtype), where)
-    return selected(selected(y, where), unmasked_rows).astype(inputs.x.dtype), row_moments
+    return selected(y, unmasked_rows).astype(inputs.x.dtype), row_moments
 
 
 def _without_mask_of_rows(rows: Rows, inputs: NormInputs) -> tuple[NormInputs, Array | None]:

@@ -4,18 +4,18 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from definitions import BEND
+from comparisons import assert_same_bits
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from table import OPS, Op
-from tiers import FEW, KINDS, few_of, optimised_jit
+from tiers import AS_OF_USERS, KINDS, optimised_jit
 
 import masksafe
 from masksafe._core import platforms
-from masksafe.testing._trees import bits
 
 # The forms of a program. On a CPU arrays as small as those of the table would be one block.
 PLANS: dict[str, dict[str, Any]] = {
@@ -50,25 +50,19 @@ class Results(NamedTuple):
     reverse_over_reverse: tuple[Any, ...] = ()  # the same, in a program of its own; only with `all_modes`
 
 
-def each_op(
-    condition: Callable[[Op], Any] = lambda op: True,
-    by_default: Any = tuple(OPS),
-    by_weights: bool = False,
-) -> Any:
-    """Parameters: the keys of those ops, with which the names of tests end.
+def each_op(condition: Callable[[Op], Any] = lambda op: True, by_weights: bool = False) -> Any:
+    """Parameters: the keys of those ops, with which the names of tests end; by default few of them run (conftest.py).
 
     The rows whose mask is a weight of 0 are of tests `by_weights` alone, which look at values and at gradients. The
     tangent of such an element, refusals and devices are no question of weights.
-
-    The variants of the tier "forms" run with `-m forms`, and so do all that are not `by_default`.
     """
     keys = [key for key, op in OPS.items() if condition(op) and (by_weights or not key.endswith(" of 0"))]
-    return pytest.mark.parametrize("key", few_of(keys, *(k for k in by_default if OPS[k].tier == "default")))
+    return pytest.mark.parametrize("key", keys)
 
 
 def each_kind(condition: Callable[[Op], Any] = lambda op: True) -> Any:
-    """Parameters: one op of each kind, by default few, for tests that compile other programs than `run`."""
-    return each_op(lambda op: op is OPS[op.name] and op.name in KINDS and condition(op), by_default=FEW)
+    """Parameters: one op of each kind, for tests that compile other programs than `run`."""
+    return each_op(lambda op: op is OPS[op.name] and op.name in KINDS and condition(op))
 
 
 def run(
@@ -104,7 +98,7 @@ def program_of(key: str) -> Any:
         forward = jax.jvp(bent_gradients(of_floats, cotangents), floats, directions)[1]
         return Results(outputs, pull_back(cotangents), tangents, forward)
 
-    return optimised_jit(results) if key in KINDS else jax.jit(results)
+    return optimised_jit(results) if key in AS_OF_USERS else jax.jit(results)
 
 
 @functools.cache
@@ -113,7 +107,7 @@ def reverse_over_reverse_of(key: str) -> Any:
         of_floats, floats = function_of_floats(OPS[key], where, args)
         return jax.vjp(bent_gradients(of_floats, cotangents), *floats)[1](directions)
 
-    return optimised_jit(derivatives) if key in KINDS else jax.jit(derivatives)
+    return optimised_jit(derivatives) if key in AS_OF_USERS else jax.jit(derivatives)
 
 
 @functools.cache
@@ -134,7 +128,7 @@ def bent_gradients(of_floats: Any, cotangents: Any) -> Any:
 
     def gradients(*floats: Any) -> Any:
         outputs, pull_back = jax.vjp(of_floats, *floats)
-        bent = (1 + BEND * masksafe.mask_where(~jnp.isfinite(out), out, 0) for out in outputs)
+        bent = (1 + definitions.BEND * masksafe.mask_where(~jnp.isfinite(out), out, 0) for out in outputs)
         return pull_back(tuple(c * b.astype(c.dtype) for c, b in zip(cotangents, bent, strict=True)))
 
     return gradients
@@ -242,9 +236,27 @@ def assert_same_second_derivative(actual: np.ndarray, expected: np.ndarray) -> N
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-5 * largest)
 
 
-def assert_same_bits(actual: Any, expected: Any) -> None:
-    """The same numbers with the same signs, of zeros as well; a NaN is a NaN."""
-    jax.tree.map(lambda a, e: np.testing.assert_array_equal(bits(np.asarray(a)), bits(np.asarray(e))), actual, expected)
+def assert_is_of_definition(key: str, results: Results) -> None:
+    """The gradients and the second derivatives, of which those of `all_modes` agree."""
+    op, cotangents = OPS[key], cotangents_of(key)
+    gradients, slopes = definitions.derivatives(op, cotangents, directions_of(key))
+    for actual, expected in zip(results.gradients, gradients, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
+    for actual, expected in zip(results.forward_over_reverse, slopes, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-2, atol=1e-3)
+    for forward, reverse in zip(results.forward_over_reverse, results.reverse_over_reverse, strict=False):
+        assert_same_second_derivative(reverse, forward)
+    finite = [np.isfinite(out) for out in results.outputs]
+    along = sum(np.vdot(t[f], c[f]) for f, t, c in zip(finite, results.tangents, cotangents, strict=True))
+    np.testing.assert_allclose(along, sum(map(np.vdot, gradients, directions_of(key))), rtol=1e-3, atol=1e-3)
+
+
+def assert_nothing_left_is_nothing(key: str, **options: Any) -> None:
+    where = np.zeros_like(OPS[key].where)
+    results = run(key, where, polluted(key, where), **options)
+    for out, nothing in zip(results.outputs, OPS[key].nothing, strict=True):
+        assert_is_nothing(out, nothing)
+    assert_is_nothing(results[1:])
 
 
 def assert_is_nothing(actual: Any, nothing: float = 0) -> None:

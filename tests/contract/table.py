@@ -42,7 +42,6 @@ class Op(NamedTuple):
     hidden: Callable[..., list[np.ndarray]] | None = None  # by the mask, if kinds do not tell
     constants: tuple[int, ...] = ()  # floats that have no gradient
     classes: int = 0
-    tier: str = "default"  # or "forms", of a variant that runs with -m forms
 
     @property
     def floats(self) -> list[int]:
@@ -113,7 +112,6 @@ TOP_CLASSES = np.array([[1, 4], [0, 3], [4, 2], [2, 1], [3, 0], [0, 1]], np.int3
 B, T, S, HEADS = 2, 4, 6, 2
 PAIRS = np.ones((B, T, S), bool)
 PAIRS[0, 0], PAIRS[0, :, 2], PAIRS[0, 1, 4], PAIRS[1] = False, False, False, False
-DISTANCE = np.arange(S) - np.arange(T)[:, None]
 LENGTHS = {"query_seq_lengths": np.int32([4, 3]), "key_value_seq_lengths": np.int32([5, 4])}
 IN_LENGTHS = (np.arange(T) < [[4], [3]])[:, :, None] & (np.arange(S) < [[5], [4]])[:, None]
 SEGMENTS = {
@@ -182,9 +180,7 @@ def _of_tokens(op: Callable[..., Any], formula: Callable[..., Any], args: Any, k
     return _by_row(op, formula, args, kinds, SOME_ROWS, has_axis=False, **others)
 
 
-def _of_pairs(
-    name: str, formula: Callable[..., Any], ids: np.ndarray | None = None, tier: str = "default", **options: Any
-) -> Op:
+def _of_pairs(name: str, formula: Callable[..., Any], ids: np.ndarray | None = None, **options: Any) -> Op:
     """A loss of the rows of two batches; its numbers are arguments of the program, and the last one are the ids."""
     numbers = tuple(np.float32([options[number]]) for number in ("scale", "bias") if number in options)
     static = {key: value for key, value in options.items() if key not in ("scale", "bias")}
@@ -200,7 +196,7 @@ def _of_pairs(
         return formula(w, *args[: 2 + len(numbers)], ids=None if ids is None else args[-1], **static)
 
     kinds = ("row", "row", *["whole"] * len(numbers), *["label"] * len(of_ids))
-    return Op(call, (X, Y, *numbers, *of_ids), kinds, SOME_ROWS, definition, has_rows=False, tier=tier)
+    return Op(call, (X, Y, *numbers, *of_ids), kinds, SOME_ROWS, definition, has_rows=False)
 
 
 def _of_segments(
@@ -265,10 +261,6 @@ def _attention_over(
         nothing=(0.0, -np.inf),
         **others,
     )
-
-
-def _of_structure(live: np.ndarray, **options: Any) -> Op:
-    return _attention_over(live, of.attention, options=lambda: options, tier="forms")
 
 
 def _all_options(bias: Any, sinks: Any, scale: Any, slopes: Any) -> Any:
@@ -362,7 +354,7 @@ def _linear_divergence(direction: str) -> Op:
 
     definition = functools.partial(of.divergence_of_linear_layers, SOME_CLASSES, direction)
     args = FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL, CLASS_BIAS, TARGET_BIAS
-    return _of_tokens(call, definition, args, "row, whole, row, whole, whole, whole", tier="forms")
+    return _of_tokens(call, definition, args, "row, whole, row, whole, whole, whole")
 
 
 def _top_k_divergence_without_rest(*args: Any, where: Any = None) -> Any:
@@ -393,11 +385,11 @@ def _group_norm_of_positions(w: Any, x: Any, scale: Any, bias: Any) -> Any:
     return masksafe.group_norm(x.reshape(-1, 2, 4), 2, scale, bias, where=where).reshape(x.shape)
 
 
-def _weighted(op: Callable[..., Any], formula: Callable[..., Any], tier: str = "forms", **others: Any) -> Op:
+def _weighted(op: Callable[..., Any], formula: Callable[..., Any], **others: Any) -> Op:
     def call(x: Any, v: Any, axis: int = -1, where: Any = None) -> Any:
         return op(x, axis=axis, where=where, weights=v)
 
-    return _by_row(call, formula, (X, WEIGHTS), tier=tier, **others)
+    return _by_row(call, formula, (X, WEIGHTS), **others)
 
 
 def _of_weight_0(op: Op, key: str) -> Op:
@@ -419,8 +411,7 @@ def _of_weight_0(op: Op, key: str) -> Op:
         of_rows = of.by_row(formula, ("row",) * 4)
         definition = lambda w, *args: of_rows(np.ones_like(w), *args, w)  # noqa: E731
         op = op._replace(kinds=("whole", "row", "row"), definition=definition)
-    is_default = key in ("segment_mean, weights", "mean, weights", "linear_softmax_cross_entropy, weights")
-    return op._replace(call=call, tier="default" if is_default else "forms")
+    return op._replace(call=call)
 
 
 def _by_segment(w: Any, x: Any, ids: Any, weights: Any = None) -> Any:
@@ -447,11 +438,9 @@ OPS = {
     "sigmoid_focal_loss": _elementwise("sigmoid_focal_loss", of.focal, X, P),
     "sigmoid_focal_loss, alpha and gamma": _elementwise(
         "sigmoid_focal_loss", functools.partial(of.focal, alpha=0.3, gamma=1.5), X, P, alpha=0.3, gamma=1.5
-    )._replace(tier="forms"),
-    "softmax_cross_entropy": _by_row(losses.softmax_cross_entropy, of.cross_entropy, (X, P)),
-    "softmax_cross_entropy, rows": _by_row(
-        losses.softmax_cross_entropy, of.cross_entropy, (X, P), where=SOME_ROWS, tier="forms"
     ),
+    "softmax_cross_entropy": _by_row(losses.softmax_cross_entropy, of.cross_entropy, (X, P)),
+    "softmax_cross_entropy, rows": _by_row(losses.softmax_cross_entropy, of.cross_entropy, (X, P), where=SOME_ROWS),
     "softmax_cross_entropy_with_integer_labels": _of_labels("softmax_cross_entropy_with_integer_labels", of.of_label),
     "softmax_cross_entropy_with_integer_labels, rows": _of_labels(
         "softmax_cross_entropy_with_integer_labels", of.of_label, SOME_ROWS
@@ -477,7 +466,7 @@ OPS = {
     ),
     "poly_loss_cross_entropy": _by_row(losses.poly_loss_cross_entropy, of.poly, (X, P)),
     "poly_loss_cross_entropy, epsilon": _by_row(
-        _poly_with_epsilon, of.poly, (X, P, TOKEN_WEIGHTS), "row, row, of row", has_axis=False, tier="forms"
+        _poly_with_epsilon, of.poly, (X, P, TOKEN_WEIGHTS), "row, row, of row", has_axis=False
     ),
     "log_probs": _by_row(_with_entropy, of.log_prob, (X, LABELS), "row, label", classes=CLASSES, **_two_zeros),
     "log_probs, temperature": _by_row(
@@ -486,7 +475,6 @@ OPS = {
         (X, LABELS),
         "row, label",
         classes=CLASSES,
-        tier="forms",
         **_two_zeros,
     ),
     "kl_divergence": _by_row(losses.kl_divergence, of.divergence, (np.log(P), Q)),
@@ -509,7 +497,6 @@ OPS = {
         (X, P, WEIGHTS),
         "row, row, row",
         has_axis=False,
-        tier="forms",
     ),
     "make_fenchel_young_loss": _by_row(
         losses.make_fenchel_young_loss(masksafe.logsumexp), of.fenchel_young, (X, P), has_axis=False
@@ -526,10 +513,10 @@ OPS = {
         lambda w, z: (of.nt_xent(z[w], np.flatnonzero(w) % 2),),
     ),
     "info_nce_loss": _of_pairs("info_nce_loss", of.info_nce, scale=3.0),
-    "info_nce_loss, ids": _of_pairs("info_nce_loss", of.info_nce, PAIR_IDS, scale=3.0, symmetric=False, tier="forms"),
+    "info_nce_loss, ids": _of_pairs("info_nce_loss", of.info_nce, PAIR_IDS, scale=3.0, symmetric=False),
     "sigmoid_contrastive_loss": _of_pairs("sigmoid_contrastive_loss", of.sigmoid_contrastive, scale=3.0, bias=-1.0),
     "sigmoid_contrastive_loss, ids": _of_pairs(
-        "sigmoid_contrastive_loss", of.sigmoid_contrastive, PAIR_IDS, scale=3.0, bias=-1.0, tier="forms"
+        "sigmoid_contrastive_loss", of.sigmoid_contrastive, PAIR_IDS, scale=3.0, bias=-1.0
     ),
     "binary_dice_loss": _by_row(losses.binary_dice_loss, of.binary_dice, (X, BITS), has_axis=False),
     "dice_loss": _of_pixels(losses.dice_loss, of.by_row(of.dice, ("row", "row"))),
@@ -565,7 +552,6 @@ OPS = {
         "row, whole, whole, row, label",
         SOME_ROWS,
         functools.partial(of.weighted_mean_of_linear_cross_entropy, CLASS_WEIGHTS),
-        tier="forms",
     ),
     "linear_softmax_cross_entropy, a masked class": _with_padding(
         _linear_with_weights,
@@ -581,21 +567,11 @@ OPS = {
         classes=5,
         **_two_zeros,
     ),
-    "linear_log_probs, options": _of_tokens(
-        _linear_log_probs_with_options,
-        lambda f, k, b, label: of.log_prob(of.soft_capped(f @ k + b) / 0.7, label),
-        (FEATURES, KERNEL, CLASS_BIAS, LABELS),
-        "row, whole, whole, label",
-        classes=5,
-        tier="forms",
-        **_two_zeros,
-    ),
     "linear_log_probs, a masked class": _with_padding(
         _linear_log_probs_with_options,
         lambda f, k, b, label: of.log_prob(of.soft_capped(f @ k + b) / 0.7, label),
         (FEATURES, KERNEL, CLASS_BIAS, LABELS),
         "row, whole, whole, label",
-        tier="forms",
         **_two_zeros,
     ),
     "linear_kl_divergence": _of_tokens(
@@ -619,7 +595,6 @@ OPS = {
         (FEATURES, KERNEL, np.log(P[:, :2]), TOP_CLASSES),
         "row, whole, row, row",
         constants=(2,),
-        tier="forms",
     ),
     "softmax": _by_row(masksafe.softmax, of.softmax, (X,), **_keeps),
     "log_softmax": _by_row(masksafe.log_softmax, of.log_softmax, (X,), nothing=(-np.inf,), **_keeps),
@@ -660,7 +635,6 @@ OPS = {
         (X, Y, WEIGHTS),
         "row, row, row",
         keeps_row=True,
-        tier="forms",
     ),
     "batch_norm, statistics": Op(
         lambda w, x, mean, var: masksafe.batch_norm(x, axis=0, where=w, mean=mean, var=var)[0],
@@ -669,7 +643,7 @@ OPS = {
         ELEMENTS,
         of.by_row(of.standardize_by, ("row", "of row", "of row"), keeps_row=True),
     ),
-    "layer_norm, weights": _weighted(masksafe.layer_norm, of.weighted_layer_norm, "default", keeps_row=True),
+    "layer_norm, weights": _weighted(masksafe.layer_norm, of.weighted_layer_norm, keeps_row=True),
     "rms_norm, weights": _weighted(masksafe.rms_norm, of.weighted_rms_norm, keeps_row=True),
     "standardize, weights": _weighted(masksafe.standardize, of.weighted_standardize, keeps_row=True),
     "group_norm, weights": Op(
@@ -678,15 +652,13 @@ OPS = {
         ("row", "row"),
         ELEMENTS,
         of.by_row(of.weighted_layer_norm, ("row", "row"), keeps_row=True),
-        tier="forms",
     ),
     "batch_norm, weights": Op(
-        lambda w, x, v: masksafe.batch_norm(x, axis=0, where=w, weights=v)[0],
-        (X, WEIGHTS),
-        ("row", "row"),
+        lambda w, x, scale, v: masksafe.batch_norm(x, scale, axis=0, where=w, weights=v)[0],
+        (X, Y[:, 0], WEIGHTS),
+        ("row", "of row", "row"),
         ELEMENTS,
-        of.by_row(of.weighted_standardize, ("row", "row"), keeps_row=True),
-        tier="forms",
+        of.by_row(lambda x, scale, v: scale * of.weighted_standardize(x, v), ("row", "of row", "row"), keeps_row=True),
     ),
     "sum": _by_row(_reduction(masksafe.sum), np.sum, (X,), **_reduces),
     "mean": _by_row(_reduction(masksafe.mean), np.mean, (X,), **_reduces),
@@ -708,7 +680,6 @@ OPS = {
         "row, row",
         ELEMENTS,
         of.mean_of_all,
-        tier="forms",
     ),
     "MaskedMean": _of_batch(
         lambda w, x: masksafe.MaskedMean.of(x, where=w).value, (X,), "row", ELEMENTS, of.mean_of_all
@@ -722,13 +693,13 @@ OPS = {
     ),
     "MaskedMean, by segment": _of_batch(_by_segment, (X, DOCUMENTS), "row, row", ELEMENTS, of.mean_of_means),
     "MaskedMean, weights by segment": _of_batch(
-        _by_segment, (X, DOCUMENTS, WEIGHTS), "row, row, row", ELEMENTS, of.mean_of_means, tier="forms"
+        _by_segment, (X, DOCUMENTS, WEIGHTS), "row, row, row", ELEMENTS, of.mean_of_means
     ),
     "segment_sum": _of_segments("segment_sum", np.sum),
-    "segment_sum, rows": _of_segments("segment_sum", np.sum, where=SOME_ROWS, tier="forms"),
+    "segment_sum, rows": _of_segments("segment_sum", np.sum, where=SOME_ROWS),
     "segment_mean": _of_segments("segment_mean", np.mean),
     "segment_var": _of_segments("segment_var", np.var),
-    "segment_var, rows": _of_segments("segment_var", np.var, where=SOME_ROWS, tier="forms"),
+    "segment_var, rows": _of_segments("segment_var", np.var, where=SOME_ROWS),
     "segment_max": _of_segments("segment_max", np.max, -np.inf),
     "segment_min": _of_segments("segment_min", np.min, np.inf),
     "segment_logsumexp": _of_segments("segment_logsumexp", of.logsumexp, -np.inf),
@@ -739,14 +710,14 @@ OPS = {
     "segment_standardize": _of_segments(
         "segment_standardize", lambda x: of.standardize(x, 0.5), keeps_row=True, options={"epsilon": 0.5}
     ),
-    "segment_sum, weights": _of_segments("segment_sum", lambda x, v: np.sum(v * x), weights=WEIGHTS, tier="forms"),
+    "segment_sum, weights": _of_segments("segment_sum", lambda x, v: np.sum(v * x), weights=WEIGHTS),
     "segment_mean, weights": _of_segments("segment_mean", of.weighted_mean, weights=WEIGHTS),
     "segment_mean, weights of rows": _of_segments(
-        "segment_mean", of.weighted_mean, where=SOME_ROWS, weights=TOKEN_WEIGHTS, tier="forms"
+        "segment_mean", of.weighted_mean, where=SOME_ROWS, weights=TOKEN_WEIGHTS
     ),
-    "segment_var, weights": _of_segments("segment_var", of.weighted_var, weights=WEIGHTS, tier="forms"),
+    "segment_var, weights": _of_segments("segment_var", of.weighted_var, weights=WEIGHTS),
     "segment_var, weights of rows": _of_segments(
-        "segment_var", of.weighted_var, where=SOME_ROWS, weights=TOKEN_WEIGHTS, tier="forms"
+        "segment_var", of.weighted_var, where=SOME_ROWS, weights=TOKEN_WEIGHTS
     ),
     "load_balancing_loss": _of_batch(
         lambda w, *args: losses.load_balancing_loss(*args, where=w),
@@ -779,14 +750,9 @@ OPS = {
     ),
     # Products of matrices with a side of 1, which XLA computes in other ways.
     "dot_product_attention, one query": _attention_over(
-        np.ones_like(ONE_QUERY), of.attention, where=ONE_QUERY, key_heads=HEADS, tier="forms"
+        np.ones_like(ONE_QUERY), of.attention, where=ONE_QUERY, key_heads=HEADS
     ),
-    "dot_product_attention, one key": _attention_over(np.ones_like(ONE_KEY), of.attention, where=ONE_KEY, tier="forms"),
-    "dot_product_attention, causal": _of_structure(DISTANCE <= -1, is_causal=True, causal_offset=-1),
-    "dot_product_attention, window": _of_structure((DISTANCE >= -2) & (DISTANCE <= 1), local_window_size=(2, 1)),
-    "dot_product_attention, lengths": _of_structure(IN_LENGTHS, **LENGTHS),
-    "dot_product_attention, segments": _of_structure(IN_SEGMENTS, **SEGMENTS),
-    "dot_product_attention, positions": _of_structure(BEHIND >= 0, is_causal=True, **POSITIONS),
+    "dot_product_attention, one key": _attention_over(np.ones_like(ONE_KEY), of.attention, where=ONE_KEY),
     "merge_attention": Op(
         _merged,
         (floats(2, 3, 2, 4), floats(2, 3, 2)),

@@ -35,18 +35,12 @@ def strict_flags():
         yield
 
 
-def beside_64_bits(key, args, dtype, **options):
+def beside_64_bits(key, args, dtype="bfloat16", **options):
     """What a program takes, for floats of a dtype and integers of 64 bits."""
     op, dtypes = OPS[key], {"f": jnp.dtype(dtype), "i": "int64"}
     args = tuple(a.astype(dtypes.get(a.dtype.kind, a.dtype)) for a in args)
     outputs = jax.eval_shape(lambda *args: jax.tree.leaves(op.call(op.where, *args, **options)), *args)
     return op.where, args, tuple(np.sin(np.arange(o.size) + 1).reshape(o.shape).astype(o.dtype) for o in outputs)
-
-
-def traced_beside_64_bits(of, key, dtype, plan):
-    """The types of the results of `of(key)`, a function of what a program takes."""
-    with strict_flags(), platforms.chosen(**PLANS[plan]):
-        return jax.eval_shape(functools.partial(of, key), *beside_64_bits(key, OPS[key].args, dtype))
 
 
 @each_op()
@@ -64,15 +58,15 @@ def test_no_dtype_grows_beside_64_bits(key):
     assert key.startswith(OF_DEFAULT_FLOAT) or {out.dtype for out in outputs} <= {dtypes["f"], np.dtype("float32")}
 
 
-def every_derivative(key, where, args, cotangents):
-    given = where, args, cotangents, tuple(direction(i, args[i]) for i in OPS[key].floats)
-    return program_of(key)(*given), reverse_over_reverse_of(key)(*given)
-
-
 @pytest.mark.forms
 @each_kind()
 def test_every_derivative_is_traced_beside_64_bits(key):
-    traced_beside_64_bits(every_derivative, key, "float32", distinct_plans(key)[-1])
+    def every_derivative(where, args, cotangents):
+        given = where, args, cotangents, tuple(direction(i, args[i]) for i in OPS[key].floats)
+        return program_of(key)(*given), reverse_over_reverse_of(key)(*given)
+
+    with strict_flags(), platforms.chosen(**PLANS[distinct_plans(key)[-1]]):
+        jax.eval_shape(every_derivative, *beside_64_bits(key, OPS[key].args, "float32"))
 
 
 # Every option that is a number, unlike its default, and what else it needs.
@@ -123,27 +117,17 @@ def test_every_number_is_an_option_above():
         assert numbers <= set(NUMBERS.get(name, ())), name
 
 
-# By default: what has its number as an array in eager code, and others with options and parameters.
-EAGER = "layer_norm", "rms_norm", "standardize", "batch_norm", "group_norm", "log_probs", "var"
-EAGER += ("softmax_cross_entropy_with_integer_labels",)
-
 # What is laid out anew for a reverse pass shows NaN that a mask hides: channels in groups, parts of attention.
 ALARM = {key for key, op in OPS.items() if op.name in ("group_norm", "merge_attention")}
 
 
-@pytest.mark.parametrize(
-    ("key", "dtype"),
-    [
-        *((key, "float32") for key in EAGER),
-        *(pytest.param(key, "bfloat16", marks=pytest.mark.forms) for key in OPS if not key.endswith(" of 0")),
-    ],
-)
-def test_eager_code(key, dtype):
+@each_op()
+def test_eager_code(key):
     """As a compiled program. JAX searches the outputs of each of its own: what is kept for a reverse pass, too."""
     op, numbers = OPS[key], NUMBERS.get(key, {})
     of = functools.partial(value_and_gradients, key, **numbers)
     with strict_flags(), jax.debug_nans(key not in ALARM):
-        given = beside_64_bits(key, filled(key, op.where, np.nan, only=0), dtype, **numbers)
+        given = beside_64_bits(key, filled(key, op.where, np.nan, only=0), **numbers)
         actual, expected = of(*given), jax.jit(of)(*given)
     jax.tree.map(assert_alike, actual, expected)
 

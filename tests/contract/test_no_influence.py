@@ -53,6 +53,7 @@ def test_the_cotangent_of_what_is_masked_changes_no_bit(key):
     results = [run(key, cotangents=tuple(_at_masked(op, c, x) for c in cotangents)) for x in (0, np.nan, np.inf)]
     for other in results[1:]:
         assert_same_bits(other.gradients, results[0].gradients)
+        assert_same_bits(other.forward_over_reverse, results[0].forward_over_reverse)
 
 
 @each_op()
@@ -74,6 +75,8 @@ def test_the_tangent_of_what_is_masked_is_in_no_gradient(key):
         for directions in _bad_directions(key):
             dirty = gradients_of_a_jvp(key)(op.where, op.args, cotangents, directions)
             assert_same_bits(dirty, clean)
+        cotangents = tuple(_at_masked(op, c, np.nan) for c in cotangents)
+        assert_same_bits(gradients_of_a_jvp(key)(op.where, op.args, cotangents, directions_of(key)), clean)
     for of_floats in clean:
         for i, gradient in zip(op.floats, of_floats, strict=True):
             assert_is_nothing(gradient[op.hides(op.where)[i]])

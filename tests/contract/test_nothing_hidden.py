@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program import KINDS, assert_same_bits, directions_of, each_op, function_of_floats, of_definition, run
+from program import assert_same_bits, directions_of, each_kind, each_op, function_of_floats, of_definition, run
 from table import OPS
 
 from masksafe.testing import nonfinite_report
@@ -33,6 +33,12 @@ def test_a_bad_element_shows_in_its_row_and_in_no_other(key, bad):
             assert_same_bits(*([np.delete(out, at[0], 0) for out in r.outputs] for r in (dirty, clean)))
             of_rows = [k for k, number in enumerate(op.floats) if op.kinds[number] in ("row", "of row")]
             assert_same_bits(*([np.delete(r.gradients[k], at[0], 0) for k in of_rows] for r in (dirty, clean)))
+        # Nor in what is masked in its row, nor there in derivatives by what all rows share.
+        masked, of_all = ~op.where[at[0]], [k for k, number in enumerate(op.floats) if op.kinds[number] == "along"]
+        elements = ([out[at[0]][masked] for out in r.outputs if out.shape == op.where.shape] for r in (dirty, clean))
+        assert_same_bits(*elements)
+        for derivatives in ("gradients", "forward_over_reverse"):
+            assert_same_bits(*([getattr(r, derivatives)[k][masked] for k in of_all] for r in (dirty, clean)))
 
 
 @each_op()
@@ -55,7 +61,7 @@ def test_a_bad_tangent_shows_in_its_row_and_in_no_other(key):
             assert_same_bits(*slopes)
 
 
-@each_op(lambda op: op is OPS[op.name] and op.name in KINDS, by_default=("log_softmax",))
+@each_kind()
 @pytest.mark.parametrize("grad", [False, True], ids=["value", "gradient"])
 def test_a_report_blames_a_nan_in_front_of_an_op_on_its_line(grad, key):
     op = OPS[key]

@@ -38,7 +38,7 @@ def test_the_value_alone(key):
             assert_close(jax.tree.leaves(call(op.where, *op.args)), run(key).outputs)
 
 
-@each_op(lambda op: op.may_be_unmasked, by_default=FEW)
+@each_op(lambda op: op.may_be_unmasked)
 def test_no_mask_is_a_mask_of_nothing(key):
     op = OPS[key]
     with platforms.chosen(**PLANS["blocks"]):
@@ -52,7 +52,6 @@ def test_the_program_of_accelerators(key):
     step = jax.jit(functools.partial(value_and_gradients, key))
     with platforms.chosen(**PLANS["elsewhere"]):
         results = [step(op.where, polluted(key, op.where, x), cotangents_of(key)) for x in (0, np.nan)]
-
     assert_same_bits(*jax.device_get(results))
     assert_close(results[0], run(key)[:2])
 
@@ -101,17 +100,8 @@ def test_along_another_axis(key):
 
 
 @each_kind(may_be_split)
-def test_split_over_devices(key):
-    assert_split(key, AxisType.Auto)
-
-
-@pytest.mark.forms
-@each_kind(may_be_split)
-def test_split_over_devices_of_an_explicit_mesh(key):
-    assert_split(key, AxisType.Explicit)
-
-
-def assert_split(key, kind):
+@pytest.mark.parametrize("kind", AxisType)
+def test_split_over_devices(kind, key):
     op, mesh = OPS[key], jax.make_mesh((2,), ("rows",), axis_types=(kind,))
     with jax.set_mesh(mesh):
         args = jax.device_put((op.where, op.args, cotangents_of(key)), split_rows(key, mesh))

@@ -25,7 +25,7 @@ WIDE_OUTPUTS = {"batch_norm": (1, 2), "dot_product_attention": (1,)}
 
 
 @each_op()
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.forms)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bits_are_rounded_once(key, dtype):
     op = OPS[key]
     args, eps = as_dtype(op.args, dtype), float(jnp.finfo(dtype).eps)

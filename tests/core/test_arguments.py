@@ -16,10 +16,6 @@ SAFE = masksafe.losses.safe_softmax_cross_entropy
 
 REFUSED = [
     (lambda: INTEGER(jnp.zeros((2, 3), int), LABELS), TypeError, "logits: got dtype int32; expected a float dtype"),
-    (
-        lambda: INTEGER(LOGITS, jnp.zeros(2)),
-        TypeError, "labels: got dtype float32; expected an integer dtype. For soft",
-    ),
     (lambda: INTEGER(LOGITS, None), TypeError, "labels: got type NoneType; expected an array"),
     (
         lambda: INTEGER(LOGITS, jnp.zeros((2, 3), int)),
@@ -27,7 +23,6 @@ REFUSED = [
         r"For soft labels and one-hot rows use softmax_cross_entropy\.",
     ),
     (lambda: INTEGER(LOGITS, jnp.zeros(5, int)), ValueError, r"logits and labels: got shapes \(2, 3\) and \(5,\)"),
-    (lambda: INTEGER(LOGITS, jnp.zeros(2, int), 0), ValueError, r"logits and labels: got shapes \(2, 3\) and \(2,\)"),
     (lambda: INTEGER(LOGITS, LABELS, LABELS == 0), TypeError, "axis: got an array; .* by name: where=mask"),
     (lambda: SOFT(LOGITS, LABELS), ValueError, r"logits and labels: got shapes .* For integer labels use softmax_"),
     (lambda: SOFT(LOGITS, LABELS[:, None]), ValueError, r"labels: got shape \(2, 1\); expected one-hot rows"),
@@ -49,10 +44,8 @@ REFUSED = [
         ValueError, r"axis: got value \(1, -1\); expected distinct axes",
     ),
     (lambda: INTEGER(LOGITS, LABELS, where=jnp.ones(2)), TypeError, "where: got dtype float32; expected bool. Write"),
-    (lambda: INTEGER(LOGITS, LABELS, where=jnp.ones((1, 2, 3), bool)), ValueError, r"where: got shape \(1, 2, 3\)"),
     (lambda: SOFT(LOGITS, jnp.zeros((2, 4))), ValueError, r"logits and labels: got shapes \(2, 3\) and \(2, 4\)"),
     (lambda: SOFT(jnp.zeros((2, 1)), jnp.zeros((2, 4))), ValueError, r"logits: got shape \(2, 1\); expected as many"),
-    (lambda: SOFT(jnp.zeros((2, 4), complex), jnp.zeros((2, 4))), TypeError, "logits: got dtype complex64"),
     (lambda: SAFE(LOGITS, "cat"), TypeError, "labels: got type str; expected an array"),
     (lambda: masksafe.mask_where(jnp.ones(2), 0.0, 1.0), TypeError, "mask: got dtype float32; expected bool"),
     (lambda: masksafe.mask_where(jnp.ones(2, bool), jnp.ones(3), 1.0), ValueError, r"mask and x and y: got shapes"),
@@ -67,7 +60,6 @@ REFUSED = [
         lambda: masksafe.apply_where(LABELS > 0, LABELS, jnp.exp, fill_value=jnp.ones(5)),
         ValueError, r"fill_value: got shape \(5,\); expected a shape that broadcasts to \(2,\)",
     ),
-    (lambda: masksafe.sum(LOGITS, where=jnp.ones((2, 1, 1), bool)), ValueError, r"where: got shape \(2, 1, 1\)"),
     (lambda: masksafe.var_mean([1.0, None]), TypeError, "x: got type list; expected an array"),
 ]  # fmt: skip
 

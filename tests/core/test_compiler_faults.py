@@ -39,14 +39,12 @@ def install(monkeypatch):
 @pytest.mark.parametrize(
     "run",
     [
-        lambda: new_mean()(X),
-        lambda: jax.jit(new_mean())(X),
-        lambda: jax.jit(new_mean()).lower(X),
         lambda: jax.jit(jax.grad(new_mean()))(X),
-        lambda: jax.jit(jax.vmap(new_mean()))(X[None]),
+        lambda: new_mean()(X),
+        lambda: jax.jit(new_mean()).lower(X),
         lambda: jax.jit(new_mean()).trace(X).lower(lowering_platforms=("cpu", "cuda")),
     ],
-    ids=["without jit", "jit", "lower", "grad", "vmap", "two platforms"],
+    ids=["grad", "without jit", "lower", "two platforms"],
 )
 @pytest.mark.parametrize(
     ("version", "fault"),
@@ -69,17 +67,14 @@ def test_a_program_for_another_platform_is_silent_and_one_for_a_cpu_still_warns(
         traced.lower(lowering_platforms=("cpu",))
 
 
-@pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
-@pytest.mark.parametrize(
-    ("flags", "warns"),
-    [(FLAG, False), (f"--a=b  {FLAG}\n--c=d", False), (f"{FLAG}-reduce", True), (f"{FLAG} {FLAG}dot", True)],
-)
-def test_the_flag_that_helps(install, version, flags, warns):
-    install(version, flags)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        jax.jit(new_mean())(X)
-    assert len(found) == warns
+def test_the_flag_that_helps(install):
+    helps = {FLAG: True, f"--a=b  {FLAG}\n--c=d": True, f"{FLAG}-reduce": False, f"{FLAG} {FLAG}dot": False}
+    for flags, is_enough in helps.items():
+        install("0.11.0", flags)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            jax.jit(new_mean())(X)
+        assert len(found) == (not is_enough), flags
 
 
 def test_other_versions_have_no_trace_of_it(install):

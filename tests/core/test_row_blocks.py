@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiers import few_of
 
 import masksafe
 from masksafe import losses
@@ -26,11 +25,11 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", few_of(OPS, "softmax", "layer_norm", "integer labels", "cosine_similarity"))
-def test_many_rows_of_no_elements(name, masked, choose):
+@pytest.mark.parametrize("name", OPS)
+def test_many_rows_of_no_elements(name, choose):
     choose(row_block_elements=1, most_elements_in_one_pass=2)
     x = jnp.zeros((ROWS, 0))
-    out, pull_back = jax.vjp(lambda x: OPS[name](x, jnp.ones(x.shape, bool) if masked else None), x)
-    assert pull_back(out)[0].shape == x.shape
-    np.testing.assert_array_equal(out, np.zeros(out.shape))
+    for where in (None, jnp.ones(x.shape, bool)):
+        out, pull_back = jax.vjp(lambda x: OPS[name](x, where), x)  # noqa: B023
+        assert pull_back(out)[0].shape == x.shape
+        np.testing.assert_array_equal(out, np.zeros(out.shape))

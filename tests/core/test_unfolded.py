@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
-from tiers import few_of
 
 import masksafe
 from masksafe import losses
@@ -95,27 +94,21 @@ def _of_width_0(fn, x):
 
 OPS = {
     "logsumexp": lambda x: masksafe.logsumexp(x, -1, where=MASK),
-    "softmax": lambda x: masksafe.softmax(x, where=MASK),
     "log_softmax": lambda x: masksafe.log_softmax(x, where=MASK),
     "softmax_cross_entropy": lambda x: losses.softmax_cross_entropy(x, SOFT, where=MASK),
     "integer labels": lambda x: losses.softmax_cross_entropy_with_integer_labels(x, LABELS, where=MASK),
     "log_probs": lambda x: losses.log_probs(x, LABELS, where=MASK),
     "kl_divergence": lambda x: losses.kl_divergence(x, SOFT, where=MASK),
-    "cosine_distance": lambda x: losses.cosine_distance(x, SOFT, where=MASK),
     "multiclass_hinge_loss": lambda x: losses.multiclass_hinge_loss(x, LABELS, where=MASK),
-    "ranking_softmax_loss": lambda x: losses.ranking_softmax_loss(x, SOFT, where=MASK),
     "dice_loss": lambda x: losses.dice_loss(x, SOFT, where=SOME_ROWS[:, None]),
-    "linear": lambda x: losses.linear_softmax_cross_entropy(x, KERNEL, LABELS, where=SOME_ROWS),
     "linear with weights": lambda x: losses.linear_softmax_cross_entropy(x, KERNEL, LABELS, **OF_TOKENS),
     "linear of float16": lambda x: losses.linear_softmax_cross_entropy(
         x.astype("float16"), KERNEL.astype("float16"), LABELS, **OF_TOKENS
     ),
     **{f"{name} of width 0": functools.partial(_of_width_0, fn) for name, fn in LINEAR.items()},
     "layer_norm": lambda x: masksafe.layer_norm(x, where=MASK),
-    "standardize": lambda x: masksafe.standardize(x, where=MASK),
     "batch_norm": lambda x: masksafe.batch_norm(x, where=MASK)[0],
     "group_norm": lambda x: masksafe.group_norm(x, 8, where=MASK),
-    "mean": lambda x: masksafe.mean(x, where=MASK),
     "var": lambda x: masksafe.var(x, -1, where=MASK),
     "ntxent": lambda x: losses.ntxent(x, LABELS % 7, where=SOME_ROWS),
     "ntxent in one block": lambda x: losses.ntxent(x[:256], LABELS[:256] % 7, where=SOME_ROWS[:256]),
@@ -129,42 +122,28 @@ OPS = {
 }
 
 
-SHORT = "logsumexp", "integer labels", "layer_norm", "batch_norm", "var", "MaskedMean by segment"
-SHORT += "linear with weights", "linear of float16", "linear_softmax_cross_entropy of width 0"
-
-
-@pytest.mark.parametrize("name", few_of(OPS, *SHORT))
+@pytest.mark.parametrize("name", OPS)
 def test_a_mask_that_is_closed_over_is_not_reduced_by_the_compiler(name):
     assert not reductions_of_constants(lambda x: OPS[name](x).sum(), X)
 
 
 LENGTHS, SEGMENTS = np.full(8, 100, np.int32), np.sort(_RNG.integers(0, 4, (8, 128)), 1).astype(np.int32)
 ATTENTION = {
+    "mask": {"mask": _RNG.random((8, 1, 128, 128)) < 0.5},
     "nothing": {},
     "causal": {"is_causal": True},
     "window": {"is_causal": True, "local_window_size": (32, 0)},
     "lengths": {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
     "segments": {"query_segment_ids": SEGMENTS, "key_value_segment_ids": SEGMENTS},
-    "mask": {"mask": _RNG.random((8, 1, 128, 128)) < 0.5},
     "positions": {"is_causal": True, "query_positions": np.arange(128)[None], "key_positions": np.arange(128)[None]},
 }
 
 
-@pytest.mark.parametrize("masked", few_of(ATTENTION, "mask"))
+@pytest.mark.parametrize("masked", ATTENTION)
 def test_the_cotangent_of_a_sum_is_not_reduced_by_the_compiler(masked):
     attention = functools.partial(masksafe.dot_product_attention, **ATTENTION[masked])
     q = jax.ShapeDtypeStruct((8, 128, 4, 16), "float32")
     assert not reductions_of_constants(lambda qkv: attention(*qkv).sum(), (q, q, q))
-
-
-@pytest.mark.forms
-def test_long_attention_and_merged_attention_neither():
-    q = jax.ShapeDtypeStruct((1, 2048, 1, 16), "float32")
-    assert not reductions_of_constants(
-        lambda qkv: masksafe.dot_product_attention(*qkv, is_causal=True).sum(), (q, q, q)
-    )
-    parts = jax.ShapeDtypeStruct((2, 1, 2048, 1, 16), "float32"), jax.ShapeDtypeStruct((2, 1, 2048, 1), "float32")
-    assert not reductions_of_constants(lambda parts: masksafe.merge_attention(*parts)[0].sum(), parts)
 
 
 @pytest.mark.forms
