@@ -94,10 +94,9 @@ class Segments:
         if weights is not None:
             return self.sum(weights)
         counted = jnp.ones((self.ids.shape[0], *[1] * (x.ndim - 1)), bool) if where is None else where
+        counted = counted.astype(jnp.int32)
         # XLA must not compute it while it compiles: a caller may have made ids and masks constant.
-        return self.devices.sum(
-            self.combined(lax.scatter_add, counted.astype(jnp.int32), unfolded.unknown(0, jnp.int32))
-        )
+        return self.devices.sum(self.combined(lax.scatter_add, counted, unfolded.unknown(0, jnp.int32)))
 
     def spread(self, values: Array) -> Array:
         """The value of its segment for each row; for a row out of range some other value, without a derivative."""

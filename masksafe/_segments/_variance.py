@@ -134,15 +134,8 @@ class _Mean(NamedTuple):
     remainder: Array
 
 
-class _SegmentMoments(NamedTuple):
-    """The moments of each segment."""
-
-    mean: _Mean
-    variance: Array
-    weight: Array
-
-
-def _moments(segments: Segments, x: Array, weighting: Weighting) -> _SegmentMoments:
+def _moments(segments: Segments, x: Array, weighting: Weighting) -> tuple[_Mean, Array, Array]:
+    """The mean, the variance and the weight of each segment."""
     where, weights = weighting
     counted = where if weights is None else both(where, weights != 0)  # an element of weight 0 may be far from the mean
     centre, weight = lax.stop_gradient(_unmasked_element(segments, x, counted)), segments.weight(x, weighting)
@@ -158,7 +151,7 @@ def _moments(segments: Segments, x: Array, weighting: Weighting) -> _SegmentMome
     # For equal elements it is a rounding error of the remainder, far below one rounding step of an element.
     rounding = jnp.square(4 * jnp.finfo(variance.dtype).eps * mean.remainder)
     variance = jnp.where((variance <= rounding) & (variance < jnp.inf), 0, variance)  # both may overflow
-    return _SegmentMoments(platforms.unfused(mean), variance, weight)
+    return platforms.unfused(mean), variance, weight
 
 
 def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Array:
@@ -189,7 +182,7 @@ def _deviations(segments: Segments, x: Array, where: Array | None, mean: _Mean) 
 
 @jax.custom_jvp
 def _var(segments: Segments, x: Array, weighting: Weighting) -> Array:
-    return _moments(segments, x, weighting).variance.astype(float_dtype(x.dtype))
+    return _moments(segments, x, weighting)[1].astype(float_dtype(x.dtype))
 
 
 @functools.partial(_var.defjvp, symbolic_zeros=True)
