@@ -2,8 +2,8 @@
 
 XLA's scatter ignores a row whose id is out of range. So what is computed for such a row may be anything until it would
 become a result: it is selected there, since XLA's CPU compiler takes twice as long for an exponential next to a
-selection by rows. Such a row has no derivative either: a formula takes its data `without_masked_derivatives`, and
-`spread` has none in a row out of range. A negative id does not count from the end, as it would in `jax.numpy`.
+selection by rows. Such a row has no derivative either: a derivative rule takes its data `masked_in_derivatives`, and
+`spread` has no derivative in a row out of range. A negative id does not count from the end, as it would in `jax.numpy`.
 """
 
 from __future__ import annotations
@@ -113,10 +113,6 @@ class Segments:
             values = jnp.tile(values, (parts, *[1] * (values.ndim - 1)))
         return masks.selected(_gathered(part_segments.ids, values, lax.GatherScatterMode.FILL_OR_DROP), where)
 
-    def without_masked_derivatives(self, x: Array, where: Array | None) -> Array:
-        """The data, for a formula: its derivatives with respect to them, of any order, are 0 where masked."""
-        return _without_masked_derivatives(self, x, where)
-
 
 def average(total: Array, weight: Array, weighting: Weighting) -> Array:
     """The weighted sum over the sum of the weights; 0 for an empty segment."""
@@ -142,14 +138,3 @@ def _gathered(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:
         offset_dims=tuple(range(1, values.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
     )
     return lax.gather(values, ids[:, None], dimensions, (1, *values.shape[1:]), mode=mode, fill_value=0)
-
-
-@jax.custom_jvp
-def _without_masked_derivatives(segments: Segments, x: Array, where: Array | None) -> Array:
-    return x
-
-
-@_without_masked_derivatives.defjvp
-def _derivative_without_masked(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
-    segments, x, where = primals
-    return _without_masked_derivatives(*primals), masks.selected(tangents[1], segments.unmasked(x, where))

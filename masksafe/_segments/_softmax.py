@@ -8,6 +8,7 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_promoted_float_array
+from masksafe._core.derivatives import masked_in_derivatives
 from masksafe._core.masks import Weighting, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -183,7 +184,8 @@ def _logsumexp_with_terms(segments: Segments, x: Array, where: Array | None) -> 
 @_logsumexp.defjvp
 def _derivative_of_logsumexp(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, (where, _) = primals
-    unmasked, x = segments.unmasked(x, where), segments.without_masked_derivatives(x, where)
+    unmasked = segments.unmasked(x, where)
+    x = masked_in_derivatives(x, unmasked)
     result, exps, total = _logsumexp_with_terms(segments, x, where)
     d_total = segments.sum(selected(exps, unmasked) * widened(tangents[1]), where)
     return result.astype(x.dtype), (d_total / total).astype(x.dtype)

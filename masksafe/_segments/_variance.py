@@ -17,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import platforms, unfolded
 from masksafe._core.arguments import as_epsilon, as_promoted_float_array, as_real_array
+from masksafe._core.derivatives import masked_in_derivatives
 from masksafe._core.masks import Weighting, both, selected
 from masksafe._core.moments import weighted
 from masksafe._core.precision import float_dtype, widened
@@ -189,9 +190,10 @@ def _var(segments: Segments, x: Array, weighting: Weighting) -> Array:
 def _derivative_of_variance(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     """The derivative of the mean drops out, since the deviations sum to 0."""
     (segments, x, weighting), (_, d_x, (_, d_weights)) = primals, tangents
-    x = segments.without_masked_derivatives(x, weighting.where)
+    unmasked = segments.unmasked(x, weighting.where)
+    x = masked_in_derivatives(x, unmasked)
     mean, variance, weight = _moments(segments, x, weighting)
-    deviations = selected(_deviations(segments, x, weighting.where, mean), segments.unmasked(x, weighting.where))
+    deviations = selected(_deviations(segments, x, weighting.where, mean), unmasked)
     tangent = jnp.zeros_like(variance)
     if not isinstance(d_x, SymbolicZero):
         terms = 2 * weighted(deviations, weighting.weights) * widened(d_x)
@@ -227,7 +229,8 @@ def _root(variance: Array) -> Array:
 def _derivative_of_standard(epsilon: float, primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, weighting = primals
     where = weighting.where
-    unmasked, x = segments.unmasked(x, where), segments.without_masked_derivatives(x, where)
+    unmasked = segments.unmasked(x, where)
+    x = masked_in_derivatives(x, unmasked)
     y, factor, number = _standard(epsilon, segments, x, weighting)
     y = platforms.unfused(y)
     d_x = widened(selected(tangents[1], unmasked))
