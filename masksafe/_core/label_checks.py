@@ -269,7 +269,8 @@ class _Numbers(NamedTuple):
 
 def _report(op: str, findings: Iterable[Finding]) -> Array | None:
     """Raises or stages an error for each finding, and returns the bad rows, for `nan_where_bad`."""
-    mode, here, call = switches.label_check_mode(), _microbatch.value, call_site.place_of_call()
+    mode, here, frame = switches.label_check_mode(), _microbatch.value, call_site.frame_of_user()
+    call = f"at {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
     if mode == "checkify":
         _refuse_where_checkify_fails(op)
     bad_rows, failed = [], []

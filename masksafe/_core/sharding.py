@@ -98,14 +98,13 @@ def vary_alike(args: tuple[Pytree, ...]) -> tuple[Pytree, ...]:
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return args
-    leaves, tree = jax.tree.flatten(args)
-    zero = varying_zero([x for x in leaves if isinstance(x, jax.Array)])
+    zero = varying_zero([x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)])
 
     def moved(x: Pytree) -> Pytree:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
         return x + jnp.asarray(zero, x.dtype) if is_float else x
 
-    return jax.tree.unflatten(tree, map(moved, leaves))
+    return jax.tree.map(moved, args)
 
 
 def vary_with(tree: Tree, others: Pytree) -> Tree:
