@@ -20,7 +20,7 @@ _FAULTS = {"0.10.2": f"silently computes wrong sums, and {_CRASHES}", "0.11.0": 
 _FLAG = "--xla_cpu_experimental_ynn_fusion_type="  # empty: XLA uses nothing of the library that is at fault
 
 known = _FAULTS.get(jaxlib.version.__version__)
-fault = known  # None as soon as it has been told
+fault = known  # None once the user has been warned
 
 
 def told_on_cpu(results: Tree) -> Tree:

@@ -333,20 +333,7 @@ def _assert_empty_is_safe(probe: Callable[..., Quantities], call: _Call, empty: 
     __tracebackhide__ = True
     run = _transformed(probe, "jit")
     expected = run(empty)
-    _assert_finite(expected)
-    masks = {i: jax.tree.map(lambda x, m: np.full(np.shape(x), m.any()), empty[i], call.masks[i]) for i in call.masks}
-    everything = call._replace(args=empty, masks=masks)
-    everything = everything._replace(args=everything.replaced(masks, lambda x, _: np.asarray(x)))
-    filling = everything.worst_filling()
-    try:
-        _assert_gone(run(filling.args), expected, everything, filling, "jit")
-    except AssertionError as error:
-        raise AssertionError(f"In the call of `empty`, which should mask everything: {error}") from None
-
-
-def _assert_finite(quantities: Quantities) -> None:
-    __tracebackhide__ = True
-    for quantity, tree in quantities.items():
+    for quantity, tree in expected.items():
         for array in jax.tree.leaves(tree):
             wrong = ~np.isfinite(np.asarray(array, np.float64))
             if wrong.any():
@@ -356,6 +343,14 @@ def _assert_finite(quantities: Quantities) -> None:
                     f"  derivative: {quantity}\n"
                     f"  {wrong.sum()} of {wrong.size} elements, the first at index {index}: {array[index]}"
                 )
+    masks = {i: jax.tree.map(lambda x, m: np.full(np.shape(x), m.any()), empty[i], call.masks[i]) for i in call.masks}
+    everything = call._replace(args=empty, masks=masks)
+    everything = everything._replace(args=everything.replaced(masks, lambda x, _: np.asarray(x)))
+    filling = everything.worst_filling()
+    try:
+        _assert_gone(run(filling.args), expected, everything, filling, "jit")
+    except AssertionError as error:
+        raise AssertionError(f"In the call of `empty`, which should mask everything: {error}") from None
 
 
 def _check_arguments(
