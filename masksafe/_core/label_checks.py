@@ -326,10 +326,11 @@ def _stage_check(text: _Text, arrays: _Found) -> None:
     text = text.for_shape(arrays.bad.shape)
     place, *scalars = _numbers(text, arrays)
     named: dict[str, Any] = {name: x for name, x in zip(_Numbers._fields[1:], scalars, strict=True) if x is not None}
-    index = ", ".join(f"{{i{axis}}}" for axis in range(len(place))) + ("," if len(place) == 1 else "")
+    indices: dict[str, Any] = {f"i{axis}": place[axis] for axis in range(len(place))}
+    index = ", ".join(f"{{{name}}}" for name in indices) + ("," if len(indices) == 1 else "")
     text = text._replace(what=_escape(text.what), call=_escape(text.call))
     template = text.filled(f"({index})", *(f"{{{name}}}" if name in named else None for name in _Numbers._fields[1:]))
-    checkify.check(named["bad"] == 0, template, **{f"i{axis}": x for axis, x in enumerate(place)}, **named)
+    checkify.check(named["bad"] == 0, template, **indices, **named)
 
 
 def _escape(text: str) -> str:
