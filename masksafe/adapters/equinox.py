@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox
 import jax
@@ -47,8 +47,7 @@ class LayerNorm(equinox.nn.LayerNorm):  # type: ignore[misc]
        [ 0.  0.  0.]]
     """
 
-    if TYPE_CHECKING:
-        __init__ = equinox.nn.LayerNorm.__init__
+    __init__ = equinox.nn.LayerNorm.__init__
 
     def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
         """As equinox's.
@@ -77,8 +76,7 @@ class RMSNorm(equinox.nn.RMSNorm):  # type: ignore[misc]
       [0.2 1.4 0. ]
     """
 
-    if TYPE_CHECKING:
-        __init__ = equinox.nn.RMSNorm.__init__
+    __init__ = equinox.nn.RMSNorm.__init__
 
     def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
         """As equinox's; the arguments are those of `LayerNorm`."""
@@ -104,8 +102,7 @@ class GroupNorm(equinox.nn.GroupNorm):  # type: ignore[misc]
       [-1.  1.  0.  0.]
     """
 
-    if TYPE_CHECKING:
-        __init__ = equinox.nn.GroupNorm.__init__
+    __init__ = equinox.nn.GroupNorm.__init__
 
     def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
         """As equinox's.
@@ -143,8 +140,7 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
        [ 0.  0.]]
     """
 
-    if TYPE_CHECKING:
-        __init__ = equinox.nn.BatchNorm.__init__
+    __init__ = equinox.nn.BatchNorm.__init__
 
     def __call__(
         self, x: Array, state: Any, *, key: Any = None, inference: bool | None = None, where: ArrayLike | None = None
@@ -232,8 +228,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
       True [0. 0. 0. 0.]
     """
 
-    if TYPE_CHECKING:
-        __init__ = equinox.nn.MultiheadAttention.__init__
+    __init__ = equinox.nn.MultiheadAttention.__init__
 
     def __call__(
         self,
