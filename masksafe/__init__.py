@@ -7,17 +7,10 @@ from masksafe import adapters, attention_masks, losses
 from masksafe._core.switches import forward_mode, label_checks, set_label_checks
 from masksafe._ragged_dot import ragged_dot
 from masksafe._reductions import MaskedMean, max, mean, min, sum, value_and_grad_of_mean, var, var_mean
-from masksafe._segments import (
-    segment_log_softmax,
-    segment_logsumexp,
-    segment_max,
-    segment_mean,
-    segment_min,
-    segment_softmax,
-    segment_standardize,
-    segment_sum,
-    segment_var,
-)
+from masksafe._segments._extrema import segment_max, segment_min
+from masksafe._segments._softmax import segment_log_softmax, segment_logsumexp, segment_softmax
+from masksafe._segments._sums import segment_mean, segment_sum
+from masksafe._segments._variance import segment_standardize, segment_var
 from masksafe._selection import apply_where, mask_where
 from masksafe._sequences import length_mask, next_tokens
 from masksafe._softmax import log_softmax, logsumexp, softmax

@@ -38,7 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not cases:
         print(f"No op has any of {options.only} in its name.", file=sys.stderr)
         return 2
-    versions = _versions()
+    versions = {module.__name__: module.__version__ for module in (masksafe, jax, jaxlib)}
+    kinds = [f"{device.id}: {device.device_kind} ({device.platform})" for device in jax.local_devices()]
+    versions = {"Python": platform.python_version()} | versions | {"devices": ", ".join(kinds)}
     print_table("What runs here", ["", "version"], list(versions.items()))
     first_of_kind = {device.device_kind: device for device in reversed(jax.local_devices())}.values()
     verdicts: dict[str, dict[str, str]] = {case.op: {} for case in cases}
@@ -90,12 +92,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         except _own_function.NotACaseError as error:
             parser.error(f"argument MODULE:FUNCTION: {error}")
     return options
-
-
-def _versions() -> dict[str, str]:
-    versions = {module.__name__: module.__version__ for module in (masksafe, jax, jaxlib)}
-    kinds = [f"{device.id}: {device.device_kind} ({device.platform})" for device in jax.local_devices()]
-    return {"Python": platform.python_version()} | versions | {"devices": ", ".join(kinds)}
 
 
 if __name__ == "__main__":

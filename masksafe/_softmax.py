@@ -109,7 +109,7 @@ def logsumexp(
     shape = a.shape if b is None else broadcast_shapes(op, a=a.shape, b=b.shape)
     axes, where = canonical_axes(op, axis, len(shape)), read_mask(op, where, shape, "a")
     keepdims, return_sign = as_bool(op, "keepdims", keepdims), as_bool(op, "return_sign", return_sign)
-    return _reduce_exps((axes, keepdims, return_sign), a, b, where)
+    return _reduce_exps(axes, keepdims, return_sign, a, b, where)
 
 
 @public_op
@@ -142,8 +142,8 @@ def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
     References:
       `jax.nn.softmax <https://docs.jax.dev/en/latest/_autosummary/jax.nn.softmax.html>`_, which it replaces.
     """
-    x, axes, where = _check_arguments("softmax", x, axis, where)
-    return _softmax(axes, x, where)
+    x = as_promoted_float_array("softmax", "x", x, any_width=True)
+    return _softmax(canonical_axes("softmax", axis, x.ndim), x, read_mask("softmax", where, x.shape))
 
 
 @public_op
@@ -179,15 +179,8 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
       `jax.nn.log_softmax <https://docs.jax.dev/en/latest/_autosummary/jax.nn.log_softmax.html>`_, which it
       replaces.
     """
-    x, axes, where = _check_arguments("log_softmax", x, axis, where)
-    return _log_softmax(axes, x, where)
-
-
-def _check_arguments(
-    op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None
-) -> tuple[Array, Axes, Array | None]:
-    x = as_promoted_float_array(op, "x", x, any_width=True)
-    return x, canonical_axes(op, axis, x.ndim), read_mask(op, where, x.shape)
+    x = as_promoted_float_array("log_softmax", "x", x, any_width=True)
+    return _log_softmax(canonical_axes("log_softmax", axis, x.ndim), x, read_mask("log_softmax", where, x.shape))
 
 
 def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
@@ -200,12 +193,11 @@ def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
 # NaN.
 
 
-@jitted(0)
+@jitted(0, 1, 2)
 def _reduce_exps(
-    config: tuple[Axes, bool, bool], a: Array, b: Array | None, where: Array | None
+    axes: Axes, keepdims: bool, return_sign: bool, a: Array, b: Array | None, where: Array | None
 ) -> Array | tuple[Array, Array]:
     """The logsumexp over `axes`, which stay with `keepdims`, and with `return_sign` its sign."""
-    axes, keepdims, return_sign = config
     if b is None and not jnp.iscomplexobj(a):
         result = wide_logsumexp(axes, a, where).astype(a.dtype)
         sign = jnp.where(jnp.isnan(result), result, (result > -jnp.inf).astype(result.dtype))
@@ -229,9 +221,8 @@ def _signed_logsumexp(
 
     largest = jnp.max(selected(lax.stop_gradient(wide.real), unmasked, -jnp.inf), axes, keepdims=True, initial=-jnp.inf)
     shift = jnp.where(jnp.isfinite(largest), largest, 0)
-    terms = selected(
-        selected(factor, unmasked) * jnp.exp(selected(wide - shift.astype(wide.dtype), unmasked)), unmasked
-    )
+    factor = selected(factor, unmasked)
+    terms = selected(factor * jnp.exp(selected(wide - shift.astype(wide.dtype), unmasked)), unmasked)
     total = jnp.sum(terms, axes, keepdims=True)
     sign = jnp.sign(total).astype(dtype)
     # Where terms cancel, the derivative is infinite. Without terms, or if all exponents are -inf, it is 0.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,33 @@ _T = TypeVar("_T")
 __all__ = ["AttentionMask", "causal", "chunked", "prefix", "window"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass_transform(eq_default=False, frozen_default=True)
+def _pytree(cls: type[_T]) -> type[_T]:
+    """Makes a frozen dataclass that is a pytree, of which static fields are part of the structure.
+
+    As a node of its own kind: two of `jax.tree_util.register_dataclass` are equal if their fields are, whatever their
+    classes, and a jitted function would take the program of one for the other.
+    """
+    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    arrays, static = (
+        [f.name for f in dataclasses.fields(cls) if f.metadata.get("static", False) == is_static]  # type: ignore[arg-type]
+        for is_static in (False, True)
+    )
+
+    def flatten(x: _T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(getattr(x, name) for name in arrays), tuple(getattr(x, name) for name in static)
+
+    def unflatten(statics: tuple[Any, ...], children: tuple[Any, ...]) -> _T:
+        x = object.__new__(cls)  # without __init__, since JAX may put anything in the place of an array
+        for name, value in zip([*arrays, *static], [*children, *statics], strict=True):
+            object.__setattr__(x, name, value)
+        return x
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    return cls
+
+
+@_pytree
 class AttentionMask:
     """A function `(batch, head, query_position, key_position) -> bool` that can be joined with others.
 
@@ -51,14 +77,10 @@ class AttentionMask:
             raise TypeError(message("AttentionMask", "allows", f"type {type(self.allows).__name__}", "a function"))
 
     def __and__(self, other: Callable[..., Any]) -> AttentionMask:
-        if not callable(other):
-            return NotImplemented
-        return AttentionMask(_Joined((self, other), "logical_and"))
+        return AttentionMask(_Joined((self, other), "logical_and")) if callable(other) else NotImplemented
 
     def __or__(self, other: Callable[..., Any]) -> AttentionMask:
-        if not callable(other):
-            return NotImplemented
-        return AttentionMask(_Joined((self, other), "logical_or"))
+        return AttentionMask(_Joined((self, other), "logical_or")) if callable(other) else NotImplemented
 
     def __invert__(self) -> AttentionMask:
         return AttentionMask(_Joined((self,), "logical_not"))
@@ -90,33 +112,6 @@ def _content_of_leaf(x: Any) -> Hashable:
     return x
 
 
-def _pytree(cls: type[_T]) -> type[_T]:
-    """Registers a dataclass, whose static fields are part of the tree.
-
-    As a node of its own kind: two of `jax.tree_util.register_dataclass` are equal if their fields are, whatever their
-    classes, and a jitted function would take the program of one for the other.
-    """
-    arrays, static = (
-        [f.name for f in dataclasses.fields(cls) if f.metadata.get("static", False) == is_static]  # type: ignore[arg-type]
-        for is_static in (False, True)
-    )
-
-    def flatten(x: _T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return tuple(getattr(x, name) for name in arrays), tuple(getattr(x, name) for name in static)
-
-    def unflatten(statics: tuple[Any, ...], children: tuple[Any, ...]) -> _T:
-        x = object.__new__(cls)  # without __init__, since JAX may put anything in the place of an array
-        for name, value in zip([*arrays, *static], [*children, *statics], strict=True):
-            object.__setattr__(x, name, value)
-        return x
-
-    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-    return cls
-
-
-_pytree(AttentionMask)
-
-
 # The functions are objects, since functions within functions can be neither compared nor pickled. Static fields are
 # constants of the compiled program, and arrays its arguments.
 
@@ -126,7 +121,6 @@ def _static() -> Any:
 
 
 @_pytree
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Joined:
     masks: tuple[Callable[..., Any], ...]
     operation: str = _static()  # the name of a function of jax.numpy, which cannot be pickled itself
@@ -136,14 +130,12 @@ class _Joined:
 
 
 @_pytree
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Causal:
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
         return key <= query
 
 
 @_pytree
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Window:
     left: int = _static()
     right: int = _static()
@@ -153,7 +145,6 @@ class _Window:
 
 
 @_pytree
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Chunked:
     size: Array
 
@@ -162,7 +153,6 @@ class _Chunked:
 
 
 @_pytree
-@dataclasses.dataclass(frozen=True, eq=False)
 class Prefix:
     """The function of a `prefix` mask."""
 
@@ -226,9 +216,8 @@ def chunked(size: ArrayLike) -> AttentionMask:
     positions = as_integer_array(op, "size", size)
     if positions.ndim:
         raise ValueError(message(op, "size", f"shape {positions.shape}", "one integer for all samples"))
-    if (
-        not isinstance(size, jax.Array) and np.min(size) < 1
-    ):  # a JAX array is not checked: that would wait for its computation
+    # A JAX array is not checked: that would wait for its computation.
+    if not isinstance(size, jax.Array) and np.min(size) < 1:
         raise ValueError(message(op, "size", f"value {size}", "a positive integer"))
     return AttentionMask(_Chunked(positions))
 
@@ -265,9 +254,7 @@ def check_samples(op: str, argument: str, mask: AttentionMask, samples: int) -> 
     """Refuses a mask that holds lengths of another number of samples."""
     for leaf in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Prefix)):
         if isinstance(leaf, Prefix) and leaf.length.shape not in ((), (samples,)):
-            found, expected = (
-                f"a prefix mask of {leaf.length.size} lengths",
-                f"one length, or {samples}, one for each sample",
-            )
+            found = f"a prefix mask of {leaf.length.size} lengths"
+            expected = f"one length, or {samples}, one for each sample"
             hint = "Inside jax.vmap and jax.shard_map, samples are those of one element or one device."
             raise ValueError(message(op, argument, found, expected, hint))

@@ -271,6 +271,5 @@ def broadcast_shapes(op: str, hint: str = "", /, **shapes: tuple[int, ...]) -> t
     try:
         return jnp.broadcast_shapes(*shapes.values())
     except ValueError as error:
-        found = " and ".join(str(shape) for shape in shapes.values())
-        arguments = " and ".join(shapes)
-        raise ValueError(message(op, arguments, f"shapes {found}", "shapes that broadcast together", hint)) from error
+        found, expected = f"shapes {' and '.join(map(str, shapes.values()))}", "shapes that broadcast together"
+        raise ValueError(message(op, " and ".join(shapes), found, expected, hint)) from error

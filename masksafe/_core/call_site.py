@@ -27,12 +27,6 @@ def frame_of_user() -> types.FrameType:
     return frame
 
 
-def place_of_call() -> str:
-    """The line of user code that made the call, as text."""
-    frame = frame_of_user()
-    return f"at {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
-
-
 def innermost_of(*functions: _Function) -> _Function | None:
     """Which of these functions of JAX is innermost in the call stack, by its file; None if none is there."""
     files = {inspect.unwrap(fn).__code__.co_filename: fn for fn in functions}

@@ -20,7 +20,7 @@ _FAULTS = {"0.10.2": f"silently computes wrong sums, and {_CRASHES}", "0.11.0": 
 _FLAG = "--xla_cpu_experimental_ynn_fusion_type="  # empty: XLA uses nothing of the library that is at fault
 
 known = _FAULTS.get(jaxlib.version.__version__)
-fault = known  # None as soon as it has been told
+fault = known  # None once the user has been warned
 
 
 def told_on_cpu(results: Tree) -> Tree:
@@ -40,29 +40,23 @@ def described(found: str | None) -> str | None:
     )
 
 
-def _tell() -> None:
+def _tell(x: Pytree) -> Pytree:
     global fault
     text, fault = described(fault), None
     if text is not None:
         frame = call_site.frame_of_user()
         warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
-
-
-def _told_of_value(x: Array) -> Array:
-    if isinstance(x, jax.Array) and any(device.platform == "cpu" for device in x.devices()):
-        _tell()
     return x
 
 
-def _lowered_for_cpu(_: Pytree, x: Pytree) -> list[Pytree]:
-    _tell()
-    return [x]
+def _told_of_value(x: Array) -> Array:
+    return _tell(x) if isinstance(x, jax.Array) and any(d.platform == "cpu" for d in x.devices()) else x
 
 
 _told = Primitive("told_on_cpu")
 _told.def_impl(_told_of_value)
 _told.def_abstract_eval(lambda x: x)
 mlir.register_lowering(_told, lambda _, x: [x])
-mlir.register_lowering(_told, _lowered_for_cpu, platform="cpu")
+mlir.register_lowering(_told, lambda _, x: [_tell(x)], platform="cpu")
 ad.deflinear2(_told, lambda cotangent, _: [_told.bind(cotangent)])
 batching.primitive_batchers[_told] = lambda args, axes: (_told.bind(*args), axes[0])

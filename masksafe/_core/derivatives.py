@@ -177,18 +177,18 @@ def without_mask_of_rows(where: Array | None, axes: Axes, *arrays: Array) -> tup
     """
     if where is None or not masks_rows(where, axes) or not may_compute_masked_rows():
         return arrays, where
-    return [_masked_in_derivatives(x, where) for x in arrays], None
+    return [masked_in_derivatives(x, where) for x in arrays], None
 
 
 @jax.custom_jvp
-def _masked_in_derivatives(x: Array, where: Array) -> Array:
-    """`x` unchanged; only the derivatives by masked elements are replaced by 0."""
+def masked_in_derivatives(x: Array, where: Array | None) -> Array:
+    """`x` unchanged; only its derivatives, of any order, are replaced by 0 at masked elements."""
     return x
 
 
-@_masked_in_derivatives.defjvp
+@masked_in_derivatives.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
-    return _masked_in_derivatives(*primals), selected(tangents[0], primals[1])
+    return masked_in_derivatives(*primals), selected(tangents[0], primals[1])
 
 
 def computed_once(cotangent: Array) -> Array:

@@ -136,11 +136,11 @@ def check_probabilities(op: str, predictions: Array, where: Array | None) -> Ite
     """
     tolerance = max(1e-5, 4 * float(jnp.finfo(predictions.dtype).eps))
     valid, unmasked = (predictions >= 0) & (predictions <= 1 + tolerance), _unmasked(where, predictions.shape)
-    outside = Finding("predictions are outside [0, 1]", unmasked & ~valid, unmasked, predictions, (-1,))
+    what, bad = "predictions are outside [0, 1]", unmasked & ~valid
     if predictions.shape[-1] == 1:
-        yield Finding(outside.what, outside.bad[..., 0], unmasked[..., 0], predictions[..., 0])
+        yield Finding(what, bad[..., 0], unmasked[..., 0], predictions[..., 0])
         return
-    yield outside
+    yield Finding(what, bad, unmasked, predictions, (-1,))
     sums, whole = jnp.sum(predictions, -1, dtype=precision.wide_dtype(predictions.dtype)), jnp.all(unmasked, -1)
     has_wrong_sum = whole & jnp.all(valid, -1) & ~(abs(sums - 1) <= tolerance)
     yield Finding("rows of predictions do not sum to 1", has_wrong_sum, whole, sums)
@@ -240,12 +240,9 @@ class _Text(NamedTuple):
         axes = [axis for axis, size in enumerate(shape) if size == self.size]
         return self._replace(axis=axes[0] if len(axes) == 1 else None)
 
-    def filled(
-        self, index: object, bad: object, checked: object, value: object, microbatch: object, shard: object = None
-    ) -> str:
-        in_batch = "" if microbatch is None else f" of micro-batch {microbatch} of {self.microbatches}"
-        if microbatch is not None and self.axis is not None:
-            in_batch = f" of the batch, in micro-batch {microbatch} of {self.microbatches}"
+    def filled(self, index: Any, bad: Any, checked: Any, value: Any, microbatch: Any, shard: Any) -> str:
+        of_batch = " of" if self.axis is None else " of the batch, in"
+        in_batch = "" if microbatch is None else f"{of_batch} micro-batch {microbatch} of {self.microbatches}"
         place = f"{index}{in_batch}" + ("" if shard is None else f" of shard {shard}")
         return f"{self.op}: {bad} of {checked} {self.what}; first at {place}: {value} (called {self.call})"
 
@@ -272,7 +269,8 @@ class _Numbers(NamedTuple):
 
 def _report(op: str, findings: Iterable[Finding]) -> Array | None:
     """Raises or stages an error for each finding, and returns the bad rows, for `nan_where_bad`."""
-    mode, here, call = switches.label_check_mode(), _microbatch.value, call_site.place_of_call()
+    mode, here, frame = switches.label_check_mode(), _microbatch.value, call_site.frame_of_user()
+    call = f"at {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
     if mode == "checkify":
         _refuse_where_checkify_fails(op)
     bad_rows, failed = [], []
@@ -298,7 +296,7 @@ def _raise_now(text: _Text, arrays: _Found) -> None:
     arrays = arrays._replace(microbatch=None)  # labels that are known in a trace belong to no single micro-batch
     with jax.debug_nans(False):  # the bad value may be a NaN
         if jnp.any(arrays.bad):
-            raise ValueError(_fill_in(text, _numbers(text, arrays)))
+            _raise_if_bad(text, _numbers(text, arrays))
 
 
 def _numbers(text: _Text, arrays: _Found) -> _Numbers:
@@ -314,9 +312,10 @@ def _numbers(text: _Text, arrays: _Found) -> _Numbers:
     return _Numbers(place, jnp.sum(bad), jnp.sum(checked), value, microbatch)
 
 
-def _fill_in(text: _Text, numbers: _Numbers) -> str:
+def _raise_if_bad(text: _Text, numbers: _Numbers) -> None:
     place, *scalars = numbers
-    return text.filled(tuple(place.tolist()), *(None if x is None else x.item() for x in scalars))
+    if numbers.bad:
+        raise ValueError(text.filled(tuple(place.tolist()), *(None if x is None else x.item() for x in scalars)))
 
 
 # Mode "checkify".
@@ -325,19 +324,13 @@ def _fill_in(text: _Text, numbers: _Numbers) -> str:
 def _stage_check(text: _Text, arrays: _Found) -> None:
     """Stages a checkify check, which fills in the numbers of the text."""
     text = text.for_shape(arrays.bad.shape)
-    place, bad, checked, value, microbatch, _ = _numbers(text, arrays)
+    place, *scalars = _numbers(text, arrays)
+    named: dict[str, Any] = {name: x for name, x in zip(_Numbers._fields[1:], scalars, strict=True) if x is not None}
     indices: dict[str, Any] = {f"i{axis}": place[axis] for axis in range(len(place))}
     index = ", ".join(f"{{{name}}}" for name in indices) + ("," if len(indices) == 1 else "")
     text = text._replace(what=_escape(text.what), call=_escape(text.call))
-    template = text.filled(
-        f"({index})", "{bad}", "{checked}", "{value}", None if microbatch is None else "{microbatch}"
-    )
-    numbers = (
-        indices
-        | {"bad": bad, "checked": checked, "value": value}
-        | ({} if microbatch is None else {"microbatch": microbatch})
-    )
-    checkify.check(bad == 0, template, **numbers)
+    template = text.filled(f"({index})", *(f"{{{name}}}" if name in named else None for name in _Numbers._fields[1:]))
+    checkify.check(named["bad"] == 0, template, **indices, **named)
 
 
 def _escape(text: str) -> str:
@@ -354,10 +347,8 @@ def _refuse_where_checkify_fails(op: str) -> None:
     if call_site.innermost_of(checkify.checkify, jax.shard_map) is checkify.checkify:
         return
     found = 'mode "checkify" in a jax.shard_map over the mesh of jax.set_mesh'
-    hint = "Or use checkify.checkify inside the shard_map."
-    raise ValueError(
-        arguments.message(op, "label_checks", found, 'mode "raise", since JAX cannot lift a check out of it', hint)
-    )
+    expected, hint = 'mode "raise", since JAX cannot lift a check out of it', "Or use checkify.checkify inside of it."
+    raise ValueError(arguments.message(op, "label_checks", found, expected, hint))
 
 
 def _mesh_is_set() -> bool:
@@ -417,15 +408,10 @@ def _fail_if_bad(text: _Text, arrays: _Found) -> Array:
         numbers = _numbers(text, arrays)
         if manual_axes:
             numbers = _gather_shards(numbers, manual_axes)
-        jax.debug.callback(functools.partial(_raise_failure, text), numbers, partitioned=True)
+        jax.debug.callback(functools.partial(_raise_if_bad, text), numbers, partitioned=True)
         return jnp.ones((), bool)
 
     return lax.cond(any_bad, fail, lambda _: jnp.zeros((), bool), arrays)
-
-
-def _raise_failure(text: _Text, numbers: _Numbers) -> None:
-    if numbers.bad:
-        raise ValueError(_fill_in(text, numbers))
 
 
 def _gather_shards(numbers: _Numbers, axes: tuple[str, ...]) -> _Numbers:
@@ -433,6 +419,5 @@ def _gather_shards(numbers: _Numbers, axes: tuple[str, ...]) -> _Numbers:
     stacked = jax.tree.map(lambda x: lax.all_gather(x, axes), numbers._replace(microbatch=None))
     first = jnp.argmax(stacked.bad > 0)
     one: _Numbers = jax.tree.map(lambda x: x[first], stacked)
-    return one._replace(
-        shard=first, bad=jnp.sum(stacked.bad), checked=jnp.sum(stacked.checked), microbatch=numbers.microbatch
-    )
+    counts = {"bad": jnp.sum(stacked.bad), "checked": jnp.sum(stacked.checked)}
+    return one._replace(shard=first, microbatch=numbers.microbatch, **counts)

@@ -33,10 +33,8 @@ def nan_unless(valid: Array, dtype: DType) -> Array:
 def class_index(shape: tuple[int, ...], axes: Axes | None = None) -> Array:
     """The class number of each element of an array of `shape`, whose classes lie on `axes`, by default the last."""
     axes = (len(shape) - 1,) if axes is None else axes
-    along = [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in axes]
-    sizes = [shape[axis] for axis in axes]
-    pairs = zip(along[1:], sizes[1:], strict=True)
-    return functools.reduce(lambda index, pair: index * pair[1] + pair[0], pairs, along[0])
+    along = {axis: lax.broadcasted_iota(jnp.int32, shape, axis) for axis in axes}
+    return functools.reduce(lambda index, axis: index * shape[axis] + along[axis], axes[1:], along[axes[0]])
 
 
 def at_label(labels: Array, num_classes: int) -> Array:

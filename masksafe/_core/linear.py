@@ -13,38 +13,6 @@ from jax.interpreters import ad, batching, mlir
 from masksafe._core.typing import Array
 
 
-def without_sign_of_zero(x: Array) -> Array:
-    """`x` with 0 for -0; its cotangent likewise.
-
-    A sum that starts from 0 is never -0; but XLA does not start from 0 where a sum has one term, nor, on a CPU, in the
-    product of a matrix and a vector. There a masked term would give the result its sign.
-    """
-    return _without_sign_of_zero(x)
-
-
-def finite_or_zero(x: Array) -> Array:
-    """`x` with 0 for NaN and infinity; its cotangent is unchanged.
-
-    So a tangent that is not finite is removed like a value, but a cotangent stays visible.
-    """
-    return _finite_or_zero(x)
-
-
-def with_finite_cotangent(x: Array) -> Array:
-    """`x`; its cotangent with 0 for NaN and infinity."""
-    return _with_finite_cotangent(x)
-
-
-def nan_unless_zero(x: Array) -> Array:
-    """NaN where `x` is not 0; its cotangent likewise."""
-    return _nan_unless_zero(x)
-
-
-def nan_unless_finite(x: Array) -> Array:
-    """NaN where `x` is not finite, and 0 elsewhere; its cotangent is 0."""
-    return _nan_unless_finite(x)
-
-
 def _as_linear(
     name: str, fn: Callable[[Array], Array], transpose: Callable[[Array], Array] | None = None
 ) -> Callable[[Array], Array]:
@@ -66,10 +34,22 @@ def _as_linear(
     return bind
 
 
-_without_sign_of_zero = _as_linear("without_sign_of_zero", lambda x: jnp.where(x == 0, 0, x))
-_finite_or_zero = _as_linear("finite_or_zero", lambda x: jnp.where(jnp.isfinite(x), x, 0), lambda cotangent: cotangent)
-_with_finite_cotangent = _as_linear("with_finite_cotangent", lambda x: x, finite_or_zero)
-_nan_unless_zero = _as_linear("nan_unless_zero", lambda x: jnp.where(x == 0, x, jnp.nan))
-_nan_unless_finite = _as_linear(
+# `x` with 0 for -0; its cotangent likewise. A sum that starts from 0 is never -0; but XLA does not start from 0 where a
+# sum has one term, nor, on a CPU, in the product of a matrix and a vector. There a masked term would give the result
+# its sign.
+without_sign_of_zero = _as_linear("without_sign_of_zero", lambda x: jnp.where(x == 0, 0, x))
+
+# `x` with 0 for NaN and infinity; its cotangent is unchanged. So a tangent that is not finite is removed like a value,
+# but a cotangent stays visible.
+finite_or_zero = _as_linear("finite_or_zero", lambda x: jnp.where(jnp.isfinite(x), x, 0), lambda cotangent: cotangent)
+
+# `x`; its cotangent with 0 for NaN and infinity.
+with_finite_cotangent = _as_linear("with_finite_cotangent", lambda x: x, finite_or_zero)
+
+# NaN where `x` is not 0; its cotangent likewise.
+nan_unless_zero = _as_linear("nan_unless_zero", lambda x: jnp.where(x == 0, x, jnp.nan))
+
+# NaN where `x` is not finite, and 0 elsewhere; its cotangent is 0.
+nan_unless_finite = _as_linear(
     "nan_unless_finite", lambda x: jnp.where(jnp.isfinite(x), 0, jnp.asarray(jnp.nan, x.dtype)), jnp.zeros_like
 )

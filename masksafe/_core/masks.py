@@ -43,8 +43,7 @@ def as_mask(op: str, argument: str, value: object) -> Array:
     """`value` as an array of booleans."""
     array = as_array(op, argument, value)
     if array.dtype != jnp.bool_:
-        hint = f"Write {argument} != 0."
-        raise TypeError(message(op, argument, f"dtype {array.dtype}", "bool", hint))
+        raise TypeError(message(op, argument, f"dtype {array.dtype}", "bool", f"Write {argument} != 0."))
     return array
 
 
@@ -80,9 +79,8 @@ def read_mask(
         return jnp.broadcast_to(where, shape) if rule == "tokens" else where
     rows = tuple(n for axis, n in enumerate(shape) if axis not in axes)
     if rule == "elements or rows" and where.ndim != len(rows):
-        expected = f"rank {len(shape)}, to mask elements of {of} {shape}"
-        if axes:
-            expected += f", or rank {len(rows)}, to mask rows of the loss {rows}"
+        of_rows = f", or rank {len(rows)}, to mask rows of the loss {rows}" if axes else ""
+        expected = f"rank {len(shape)}, to mask elements of {of} {shape}{of_rows}"
         hint = leading_axes_hint("where", where.shape, shape)
         raise ValueError(message(op, "where", f"shape {where.shape}", expected, hint))
     target = f"the loss, for a mask of rows; a mask of {rule.split()[0]} has the rank of {of}"
@@ -91,9 +89,7 @@ def read_mask(
 
 def as_weights_of(op: str, weights: object, shape: Sequence[int], of: str) -> Array | None:
     """The argument `weights` of an op, at the rank of `shape`, the shape of `of`, but not expanded; or None."""
-    if weights is None:
-        return None
-    return at_rank_of(op, "weights", as_real_array(op, "weights", weights), shape, of)
+    return None if weights is None else at_rank_of(op, "weights", as_real_array(op, "weights", weights), shape, of)
 
 
 def promoted_with(x: Array, weights: Array | None) -> Array:

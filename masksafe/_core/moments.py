@@ -104,8 +104,7 @@ class Rows(NamedTuple):
         return self.add_up(*(jnp.sum(term, self.axes, keepdims=True) for term in terms))
 
     def sum(self, x: Array) -> Array:
-        (total,) = self.sums(x)
-        return total
+        return self.sums(x)[0]
 
     def unmasked(self, x: Array, where: Array | None) -> Array | None:
         """Which elements are unmasked; None: all."""
@@ -201,9 +200,8 @@ def pull_back(
     d_mean = jnp.zeros_like(d_variance) if d_mean is None else d_mean
     d_mean, d_variance = (_unless_empty(d, row_moments.weight, weights) for d in (d_mean, d_variance))
     share = weights.astype(deviations.dtype) / n  # exactly 1 for the only element of a row
-    d_x = share * d_mean + 2 * d_variance * (
-        share * deviations
-    )  # the share first: a share of 0 stays 0, while the product may overflow
+    # The share first: a share of 0 stays 0, while the product may overflow.
+    d_x = share * d_mean + 2 * d_variance * (share * deviations)
     return d_x, (d_mean * deviations + d_variance * (deviations * deviations - row_moments.variance)) / n
 
 

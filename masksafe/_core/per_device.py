@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.experimental import checkify
@@ -63,15 +64,9 @@ class Split:
             is_there = now.mesh == self.mesh and now.spec == spec
             return x if is_there else jax.sharding.reshard(x, sharding)
 
+        options: dict[str, Any] = {"mesh": self.mesh, "axis_names": set(self.manual), "check_vma": check_vma}
         out_specs = jax.tree.map(self.spec_of_named, names_of_results)
-        mapped = jax.shard_map(
-            fn,
-            mesh=self.mesh,
-            in_specs=tuple(specs),
-            out_specs=out_specs,
-            axis_names=set(self.manual),
-            check_vma=check_vma,
-        )
+        mapped = jax.shard_map(fn, in_specs=tuple(specs), out_specs=out_specs, **options)
         return mapped(*jax.tree.map(resharded, args, specs))
 
 
@@ -100,7 +95,6 @@ def split_of(args: Pytree, names: Pytree) -> Split | None:
 
 def _split_dimensions(mesh: AbstractMesh, arrays: list[Array], names: list[PartitionSpec]) -> dict[str, Axes]:
     found: dict[str, Axes] = {}
-    taken: set[str] = set()
     sizes: dict[str, list[int]] = {}
     for x, dimensions in zip(arrays, names, strict=True):
         for name, size, spec in zip(dimensions, x.shape, tuple(jax.typeof(x).sharding.spec), strict=False):
@@ -108,9 +102,8 @@ def _split_dimensions(mesh: AbstractMesh, arrays: list[Array], names: list[Parti
                 continue
             sizes.setdefault(name, []).append(size)
             axes = (spec,) if isinstance(spec, str) else tuple(spec or ())
-            if axes and name not in found and not taken.intersection(axes):
+            if axes and name not in found and not any(set(axes) & set(taken) for taken in found.values()):
                 found[name] = axes
-                taken.update(axes)
     numbers = {name: math.prod(mesh.shape[axis] for axis in axes) for name, axes in found.items()}
     return {name: axes for name, axes in found.items() if not any(size % numbers[name] for size in sizes[name])}
 

@@ -69,5 +69,4 @@ def _refuse_keywords(op: str, parameters: Set[str], keywords: Iterable[str]) -> 
         if ours or name in _HINTS:
             hint = _HINTS.get(name, "").format(op=op)
             expected = f"the keyword{'s' if ' and ' in ours else ''} {ours}" if ours else "no such keyword"
-            text = message(op, name, "a keyword of another library", expected, hint)
-            raise TypeError(text) from None
+            raise TypeError(message(op, name, "a keyword of another library", expected, hint)) from None

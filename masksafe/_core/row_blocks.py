@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 from masksafe._core import derivatives, masks, per_device, platforms, precision, sharding, tiles, unfolded
 from masksafe._core.typing import Array, Arrays, Axes, DType, Pytree, Tree
 
+_WithTotals = Callable[..., tuple[Pytree, Pytree]]  # the results of each row, and sums over the rows
+
 
 def map_row_blocks(
     fn: Callable[..., Tree], *args: Pytree, leading: int | None = None, has_totals: bool = False
@@ -32,15 +34,21 @@ def map_row_blocks(
       leading: the number of leading axes, which number the rows; the other axes lie within a row. None: all but one.
       has_totals: whether `fn` returns such sums.
     """
+    leading = jax.tree.leaves(args)[0].ndim - 1 if leading is None else leading
+    with_totals: Callable[..., Pytree] = fn if has_totals else lambda *args: (fn(*args), ())
+    results: Pytree = _map(with_totals, leading, args)
+    return results if has_totals else results[0]
+
+
+def _map(fn: _WithTotals, leading: int, args: Pytree) -> tuple[Pytree, Pytree]:
     rows = jax.tree.leaves(args)[0]
-    leading = rows.ndim - 1 if leading is None else leading
     if not sharding.are_whole(args):
-        return _on_each_device(fn, leading, has_totals, args)
+        return _on_each_device(fn, leading, args)
     count, elements = math.prod(rows.shape[:leading]), math.prod(rows.shape[leading:])
     if not sharding.may_loop(args) or count == 1 or rows.size <= platforms.choices().most_elements_in_one_pass:
         return fn(*args)
     size = tiles.divisor_near(count, max(1, platforms.choices().row_block_elements // elements))
-    loop = _Loop(fn, has_totals, rows.shape[:leading], size)
+    loop = _Loop(fn, rows.shape[:leading], size)
     # What a loop carries varies over the devices over which any of its arguments does.
     in_one_pass = lambda *args: sharding.vary_with(fn(*args), args)  # noqa: E731
     return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)
@@ -75,7 +83,7 @@ def sums_over_rows(
     return map_row_blocks(sums, arrays, where, *others, leading=leading_axes(axes))
 
 
-def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, args: Pytree) -> Pytree:
+def _on_each_device(fn: _WithTotals, leading: int, args: Pytree) -> tuple[Pytree, Pytree]:
     """Each device's rows in blocks, if a mesh splits no row and each device has many rows; else one pass."""
     rows = jax.tree.leaves(args)[0]
     row_names = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
@@ -87,16 +95,12 @@ def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, a
         return fn(*args)
     axes = split.axes(*row_names)
 
-    def on_device(*args: Pytree) -> Pytree:
-        results = map_row_blocks(fn, *args, leading=leading, has_totals=has_totals)
-        if not has_totals:
-            return results
-        mapped, totals = results
+    def on_device(*args: Pytree) -> tuple[Pytree, Pytree]:
+        mapped, totals = _map(fn, leading, args)
         return mapped, jax.tree.map(lambda total: lax.psum(total, axes), totals)
 
-    result_names: Pytree = jax.tree.map(lambda _: row_names, jax.eval_shape(fn, *args))
-    if has_totals:
-        result_names = result_names[0], jax.tree.map(lambda _: PartitionSpec(), result_names[1])
+    mapped, totals = jax.eval_shape(fn, *args)
+    result_names = jax.tree.map(lambda _: row_names, mapped), jax.tree.map(lambda _: PartitionSpec(), totals)
     return split.map(on_device, args, names, result_names)
 
 
@@ -111,8 +115,7 @@ def axes_of_row(axes: Axes, ndim: int) -> Axes:
 
 
 class _Loop(NamedTuple):
-    fn: Callable[..., Pytree]
-    has_totals: bool
+    fn: _WithTotals
     leading: tuple[int, ...]
     block_rows: int
 
@@ -131,21 +134,18 @@ def _in_blocks(loop: _Loop, *args: Pytree) -> Pytree:
     def with_block(state: tuple[Pytree, Pytree], start: Array | int, size: int) -> tuple[Pytree, Pytree]:
         rows = [f if f.shape[0] == 1 else tiles.part(f, {0: (start, size)}) for f in flat]
         parts = [from_bits(f, a.dtype) for f, a in zip(rows, arrays, strict=True)]
-        results = loop.fn(*jax.tree.unflatten(tree, parts))
-        mapped, added = results if loop.has_totals else (results, ())
+        mapped, added = loop.fn(*jax.tree.unflatten(tree, parts))
         # Results are written in place: to append those of the remainder would copy all of them.
         put = lambda x, rows: tiles.with_part(x, as_bits(rows), {0: (start, size)})  # noqa: E731
         return jax.tree.map(put, state[0], mapped), jax.tree.map(jnp.add, state[1], added)
 
-    shapes = jax.eval_shape(loop.fn, *args)
-    outputs, totals = shapes if loop.has_totals else (shapes, ())
+    outputs, totals = jax.eval_shape(loop.fn, *args)
     no_rows = jax.tree.map(lambda o: as_bits(jnp.zeros((count, *o.shape[len(loop.leading) :]), o.dtype)), outputs)
     no_totals = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals)
     state = sharding.vary_with((no_rows, no_totals), arrays)
     state = tiles.loop(0, whole, lambda i, state: with_block(state, i * loop.block_rows, loop.block_rows), state)
     mapped, totals = with_block(state, whole * loop.block_rows, rest) if rest else state
-    mapped = jax.tree.map(lambda like, x: from_bits(x, like.dtype).reshape(like.shape), outputs, mapped)
-    return (mapped, totals) if loop.has_totals else mapped
+    return jax.tree.map(lambda like, x: from_bits(x, like.dtype).reshape(like.shape), outputs, mapped), totals
 
 
 def _flatten_rows(a: Array, leading: tuple[int, ...]) -> Array:

@@ -52,10 +52,9 @@ def has_symbolic_size(x: Array) -> bool:
 
 def gathered_along(x: Array, *axes: int) -> Array:
     """`x` with `axes` gathered if they are split over devices, for a loop over blocks of them."""
-    sharding = jax.typeof(x).sharding
+    sharding, gathered = jax.typeof(x).sharding, [axis % x.ndim for axis in axes]
     if all(sharding.spec[axis] is None for axis in axes):
         return x
-    gathered = [axis % x.ndim for axis in axes]
     spec = [None if axis in gathered else name for axis, name in enumerate(sharding.spec)]
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
@@ -85,8 +84,7 @@ class Shardings:
             return jax.sharding.reshard(cotangent, NamedSharding(mesh, sharding.spec))
 
         shardings = tuple(jax.tree.unflatten(self.tree, self.specs))
-        is_none = lambda x: x is None  # noqa: E731
-        return jax.tree.map(resharded, tuple(cotangents), shardings, is_leaf=is_none)
+        return jax.tree.map(resharded, tuple(cotangents), shardings, is_leaf=lambda x: x is None)
 
 
 # Inside `jax.shard_map`. The type of an array says over which axes of the mesh it varies, and types have to agree.
@@ -100,14 +98,13 @@ def vary_alike(args: tuple[Pytree, ...]) -> tuple[Pytree, ...]:
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return args
-    leaves, tree = jax.tree.flatten(args)
-    zero = varying_zero([x for x in leaves if isinstance(x, jax.Array)])
+    zero = varying_zero([x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)])
 
     def moved(x: Pytree) -> Pytree:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
         return x + jnp.asarray(zero, x.dtype) if is_float else x
 
-    return jax.tree.unflatten(tree, map(moved, leaves))
+    return jax.tree.map(moved, args)
 
 
 def vary_with(tree: Tree, others: Pytree) -> Tree:

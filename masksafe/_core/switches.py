@@ -90,9 +90,9 @@ def label_checks(mode: LabelChecks) -> Iterator[None]:
     the line that called the op. The index refers to the labels of that call, broadcast to the shape of the loss.
 
     Jitted functions are traced again when the mode changes, and earlier programs are found again when it changes back.
-    In mode "checkify" all ops are differentiated by JAX's own rules, as in `forward_mode`; but for attention, nothing
-    masked fails the float and index checks of checkify. Programs of mode "raise" call back to the host, so `jax.export`
-    cannot store them.
+    In mode "checkify" all ops are differentiated by JAX's own rules, as in `forward_mode`. Nothing masked fails the
+    float and index checks of checkify, except in attention. Programs of mode "raise" call back to the host, so
+    `jax.export` cannot store them.
 
     Args:
       mode: "off", "checkify" or "raise".

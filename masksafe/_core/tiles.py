@@ -35,10 +35,9 @@ class Tiles(NamedTuple):
         return 1 if self.size == self.length else -(-self.length // self.size)
 
     def tile(self, i: Array | int) -> Tile:
-        start = i * self.size
-        if not self._is_ragged:
-            return Tile(start, self.size, start, False)
-        return Tile(jnp.minimum(start, self.length - self.size), self.size, start, True)
+        first = i * self.size
+        start = jnp.minimum(first, self.length - self.size) if self._is_ragged else first
+        return Tile(start, self.size, first, self._is_ragged)
 
     @property
     def _is_ragged(self) -> bool:
@@ -74,9 +73,7 @@ class Tiles(NamedTuple):
 
 def divide(length: int, target: int) -> Tiles:
     """As few tiles as possible of at most `target` positions, as even as possible; one tile for a symbolic length."""
-    if not isinstance(length, int):
-        return Tiles(length, length)
-    return Tiles(length, even_size(length, target))
+    return Tiles(length, even_size(length, target) if isinstance(length, int) else length)
 
 
 def even_size(count: int, most: int) -> int:

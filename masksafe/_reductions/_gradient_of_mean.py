@@ -128,7 +128,10 @@ def value_and_grad_of_mean(
         devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
         active = _as_positions(positions, len(args))
         params = jax.tree.map(jnp.asarray, tuple(args[i] for i in active))
-        _check_floats(params)
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                argument = f"argument to differentiate by{jax.tree_util.keystr(path)}"
+                raise TypeError(message(_OP, argument, f"dtype {x.dtype}", "a float dtype"))
         batch = {"args": {i: a for i, a in enumerate(args) if i not in active}, "kwargs": kwargs}
 
         def fn_of(params: Pytree, batch: Pytree) -> Pytree:
@@ -136,10 +139,9 @@ def value_and_grad_of_mean(
             result = fn(*(positional[i] for i in range(len(args))), **batch["kwargs"])
             return _as_mean_and_aux(result, has_aux, devices)
 
-        axes = _axes_to_cut(in_axes, batch, len(args), active)
-        parts = _in_parts(batch, axes, microbatches)
+        parts = _in_parts(batch, _axes_to_cut(in_axes, batch, len(args), active), microbatches)
         sums, aux = _summed_over_parts(fn_of, devices.varying(params), parts)
-        sums, aux = devices.sum(sums), _map_aux(devices.sum, lambda x: x, aux)
+        sums, aux = devices.sum(sums), _map_means(devices.sum, aux)
         gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), sums.gradients_of_mean(), params)
         gradients = gradients[0] if isinstance(argnums, numbers.Integral) else gradients
         return ((sums.mean.value, aux) if has_aux else sums.mean.value), gradients
@@ -161,17 +163,17 @@ def _as_positions(argnums: tuple[Pytree, ...], number: int) -> tuple[int, ...]:
     return positions
 
 
-def _check_floats(params: Pytree) -> None:
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            where = f"argument to differentiate by{jax.tree_util.keystr(path)}"
-            raise TypeError(message(_OP, where, f"dtype {x.dtype}", "a float dtype"))
-
-
 def _as_mean_and_aux(result: object, has_aux: bool, devices: sharding.Devices) -> tuple[MaskedMean, Pytree]:
     mean, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, MaskedMean) or (has_aux and mean is result):
-        raise TypeError(message(_OP, "fn", *_mistake(result, has_aux)))
+        expected, hint = "a MaskedMean and aux, as has_aux=True says" if has_aux else "a MaskedMean", ""
+        found = f"a function that returns {type(result).__name__}"
+        if isinstance(result, jax.Array):
+            found = f"a function that returns an array of dtype {result.dtype} and shape {result.shape}"
+            hint = "Write MaskedMean.of(loss, where=mask) for an array of losses, not yet averaged."
+        elif not has_aux and isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], MaskedMean):
+            found, hint = "a function that returns a MaskedMean and more", "Write has_aux=True."
+        raise TypeError(message(_OP, "fn", found, expected, hint))
 
     def checked(mean: MaskedMean) -> MaskedMean:
         if devices.share(jax.tree.leaves(mean)[0]):
@@ -179,24 +181,13 @@ def _as_mean_and_aux(result: object, has_aux: bool, devices: sharding.Devices) -
             raise ValueError(message(_OP, "fn", found, "the mean of each device, not yet summed over axis_name"))
         return mean
 
-    mean, aux = checked(mean), _map_aux(checked, lambda x: x, aux)
+    mean, aux = _map_means(checked, (mean, aux))
     for name, x in {"total": mean.total, "count": mean.count}.items():
         if x.shape != ():
             raise ValueError(message(_OP, "fn", f"a MaskedMean whose {name} has shape {x.shape}", "scalars"))
     if not jnp.issubdtype(mean.total.dtype, jnp.floating):
         raise TypeError(message(_OP, "fn", f"a MaskedMean whose total has dtype {mean.total.dtype}", "a float dtype"))
     return mean, aux
-
-
-def _mistake(result: object, has_aux: bool) -> tuple[str, str, str]:
-    """What was found, what was expected, and the way out, for a function that does not return what it should."""
-    expected = "a MaskedMean and aux, as has_aux=True says" if has_aux else "a MaskedMean"
-    if isinstance(result, jax.Array):
-        found = f"a function that returns an array of dtype {result.dtype} and shape {result.shape}"
-        return found, expected, "Write MaskedMean.of(loss, where=mask) for an array of losses, not yet averaged."
-    if not has_aux and isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], MaskedMean):
-        return "a function that returns a MaskedMean and more", expected, "Write has_aux=True."
-    return f"a function that returns {type(result).__name__}", expected, ""
 
 
 # The axes that are cut.
@@ -327,7 +318,7 @@ def _summed_over_parts(fn: Callable[..., Pytree], params: Pytree, parts: _Parts)
 
     if parts.number == 1:
         sums, aux = run_part(parts.cut)
-        return sums, _map_aux(lambda mean: mean, lambda x: jnp.asarray(x)[None], aux)
+        return sums, _map_means(lambda mean: mean, aux, lambda x: jnp.asarray(x)[None])
 
     def run_numbered_part(cut: list[Array | None], index: Array | None) -> tuple[_SumsOfMean, Pytree]:
         with label_checks.in_microbatch(index, parts.number, parts.size):
@@ -342,13 +333,16 @@ def _summed_over_parts(fn: Callable[..., Pytree], params: Pytree, parts: _Parts)
     shapes, _ = jax.eval_shape(lambda numbered: run_numbered_part(*jax.tree.map(lambda x: x[0], numbered)), numbered)
     sums, aux = lax.scan(step, sharding.zeros_of_types(shapes, (params, parts.cut)), numbered, length=parts.number)
     added_up = functools.partial(jax.tree.map, lambda x: jnp.sum(x, 0, dtype=x.dtype))
-    return sums, _map_aux(added_up, lambda x: x, aux)
+    return sums, _map_means(added_up, aux)
 
 
-def _map_aux(map_mean: Callable[[Pytree], Pytree], map_other: Callable[[Pytree], Pytree], aux: Pytree) -> Pytree:
-    """`aux` with its means and its other leaves replaced."""
+_Map = Callable[[Pytree], Pytree]
+
+
+def _map_means(map_mean: _Map, tree: Pytree, map_other: _Map = lambda x: x) -> Pytree:
+    """The tree with its means and its other leaves replaced."""
     is_mean = lambda x: isinstance(x, MaskedMean)  # noqa: E731
-    return jax.tree.map(lambda x: map_mean(x) if is_mean(x) else map_other(x), aux, is_leaf=is_mean)
+    return jax.tree.map(lambda x: map_mean(x) if is_mean(x) else map_other(x), tree, is_leaf=is_mean)
 
 
 def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) -> tuple[_SumsOfMean, Pytree]:
@@ -359,21 +353,15 @@ def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) 
         return (mean.total, _noting_dependence(is_dependent, mean.count)), (mean, aux)
 
     (total, count), pull_back, (mean, aux) = jax.vjp(total_and_count, params, has_aux=True)
-    one, zero = jnp.ones_like(total), jnp.zeros_like(count)
-    (d_total,) = pull_back((one, zero))
-    d_count = None
-    if is_dependent:
-        (d_count,) = pull_back((jnp.zeros_like(total), jnp.ones_like(count)))
+    (d_total,) = pull_back((jnp.ones_like(total), jnp.zeros_like(count)))
+    (d_count,) = pull_back((jnp.zeros_like(total), jnp.ones_like(count))) if is_dependent else (None,)
     wide = functools.partial(jax.tree.map, precision.widened)
     return _SumsOfMean(mean, wide(d_total), wide(d_count)), aux
 
 
 def _noting_dependence(noted: list[bool], x: Array) -> Array:
     """`x`; adds True to `noted` if `x` depends on the parameters."""
-
-    @jax.custom_jvp
-    def identity(x: Array) -> Array:
-        return x
+    identity = jax.custom_jvp(lambda x: x)
 
     def rule(primals: Pytree, tangents: Pytree) -> Pytree:
         if not isinstance(tangents[0], SymbolicZero):

@@ -212,10 +212,8 @@ def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Arr
     elements = x if x.dtype == jnp.bool_ and weights is None else moments.weighted(widened(x), weights)
     total = jnp.sum(elements, rows.axes)
     if weights is not None:
-        count = unfolded.sum_of(jnp.broadcast_to(weights, x.shape), rows.axes)
-    else:
-        count = unfolded.number_of(jnp.broadcast_to(True if where is None else where, x.shape), rows.axes)
-    return total, count
+        return total, unfolded.sum_of(jnp.broadcast_to(weights, x.shape), rows.axes)
+    return total, unfolded.number_of(jnp.broadcast_to(True if where is None else where, x.shape), rows.axes)
 
 
 @jitted(0)

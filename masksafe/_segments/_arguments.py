@@ -45,13 +45,12 @@ def compute(
     _check_ids(op, ids, where, number)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
     are_sorted = arguments.as_bool(op, "indices_are_sorted", indices_are_sorted)
-    if number == 0:  # JAX does not index an empty array
-        one_segment = Segments(jnp.full_like(ids, -1), 1, are_sorted, devices)
-        return _on_devices(formula, options, is_like_data, one_segment, data, where, weights)[
-            : None if is_like_data else 0
-        ]
+    has_no_segment = number == 0
+    if has_no_segment:  # JAX does not index an empty array
+        ids, number = jnp.full_like(ids, -1), 1
     segments = Segments(ids, number, are_sorted, devices)
-    return _on_devices(formula, options, is_like_data, segments, data, where, weights)
+    result = _on_devices(formula, options, is_like_data, segments, data, where, weights)
+    return result[:0] if has_no_segment and not is_like_data else result
 
 
 compute_for_rows = functools.partial(compute, is_like_data=True)

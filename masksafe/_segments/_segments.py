@@ -2,8 +2,8 @@
 
 XLA's scatter ignores a row whose id is out of range. So what is computed for such a row may be anything until it would
 become a result: it is selected there, since XLA's CPU compiler takes twice as long for an exponential next to a
-selection by rows. Such a row has no derivative either: a formula takes its data `without_masked_derivatives`, and
-`spread` has none in a row out of range. A negative id does not count from the end, as it would in `jax.numpy`.
+selection by rows. Such a row has no derivative either: a derivative rule takes its data `masked_in_derivatives`, and
+`spread` has no derivative in a row out of range. A negative id does not count from the end, as it would in `jax.numpy`.
 """
 
 from __future__ import annotations
@@ -94,10 +94,9 @@ class Segments:
         if weights is not None:
             return self.sum(weights)
         counted = jnp.ones((self.ids.shape[0], *[1] * (x.ndim - 1)), bool) if where is None else where
+        counted = counted.astype(jnp.int32)
         # XLA must not compute it while it compiles: a caller may have made ids and masks constant.
-        return self.devices.sum(
-            self.combined(lax.scatter_add, counted.astype(jnp.int32), unfolded.unknown(0, jnp.int32))
-        )
+        return self.devices.sum(self.combined(lax.scatter_add, counted, unfolded.unknown(0, jnp.int32)))
 
     def spread(self, values: Array) -> Array:
         """The value of its segment for each row; for a row out of range some other value, without a derivative."""
@@ -113,10 +112,6 @@ class Segments:
         if parts > 1:
             values = jnp.tile(values, (parts, *[1] * (values.ndim - 1)))
         return masks.selected(_gathered(part_segments.ids, values, lax.GatherScatterMode.FILL_OR_DROP), where)
-
-    def without_masked_derivatives(self, x: Array, where: Array | None) -> Array:
-        """The data, for a formula: its derivatives with respect to them, of any order, are 0 where masked."""
-        return _without_masked_derivatives(self, x, where)
 
 
 def average(total: Array, weight: Array, weighting: Weighting) -> Array:
@@ -143,14 +138,3 @@ def _gathered(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:
         offset_dims=tuple(range(1, values.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
     )
     return lax.gather(values, ids[:, None], dimensions, (1, *values.shape[1:]), mode=mode, fill_value=0)
-
-
-@jax.custom_jvp
-def _without_masked_derivatives(segments: Segments, x: Array, where: Array | None) -> Array:
-    return x
-
-
-@_without_masked_derivatives.defjvp
-def _derivative_without_masked(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
-    segments, x, where = primals
-    return _without_masked_derivatives(*primals), masks.selected(tangents[1], segments.unmasked(x, where))

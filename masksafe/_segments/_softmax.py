@@ -8,6 +8,7 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_promoted_float_array
+from masksafe._core.derivatives import masked_in_derivatives
 from masksafe._core.masks import Weighting, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -55,8 +56,7 @@ def segment_logsumexp(
     References:
       `jax.nn.logsumexp <https://docs.jax.dev/en/latest/_autosummary/jax.nn.logsumexp.html>`_, for rows.
     """
-    op = "segment_logsumexp"
-    data = as_promoted_float_array(op, "data", data)
+    data, op = as_promoted_float_array("segment_logsumexp", "data", data), "segment_logsumexp"
     return compute(op, _logsumexp, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
@@ -99,8 +99,7 @@ def segment_softmax(
     References:
       `jraph.segment_softmax <https://github.com/google-deepmind/jraph>`_, which it replaces.
     """
-    op = "segment_softmax"
-    data = as_promoted_float_array(op, "data", data)
+    data, op = as_promoted_float_array("segment_softmax", "data", data), "segment_softmax"
     return compute_for_rows(op, _softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
@@ -143,8 +142,7 @@ def segment_log_softmax(
     References:
       `jax.nn.log_softmax <https://docs.jax.dev/en/latest/_autosummary/jax.nn.log_softmax.html>`_, for rows.
     """
-    op = "segment_log_softmax"
-    data = as_promoted_float_array(op, "data", data)
+    data, op = as_promoted_float_array("segment_log_softmax", "data", data), "segment_log_softmax"
     return compute_for_rows(op, _log_softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
@@ -186,7 +184,8 @@ def _logsumexp_with_terms(segments: Segments, x: Array, where: Array | None) -> 
 @_logsumexp.defjvp
 def _derivative_of_logsumexp(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, (where, _) = primals
-    unmasked, x = segments.unmasked(x, where), segments.without_masked_derivatives(x, where)
+    unmasked = segments.unmasked(x, where)
+    x = masked_in_derivatives(x, unmasked)
     result, exps, total = _logsumexp_with_terms(segments, x, where)
     d_total = segments.sum(selected(exps, unmasked) * widened(tangents[1]), where)
     return result.astype(x.dtype), (d_total / total).astype(x.dtype)

@@ -17,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import platforms, unfolded
 from masksafe._core.arguments import as_epsilon, as_promoted_float_array, as_real_array
+from masksafe._core.derivatives import masked_in_derivatives
 from masksafe._core.masks import Weighting, both, selected
 from masksafe._core.moments import weighted
 from masksafe._core.precision import float_dtype, widened
@@ -134,15 +135,8 @@ class _Mean(NamedTuple):
     remainder: Array
 
 
-class _SegmentMoments(NamedTuple):
-    """The moments of each segment."""
-
-    mean: _Mean
-    variance: Array
-    weight: Array
-
-
-def _moments(segments: Segments, x: Array, weighting: Weighting) -> _SegmentMoments:
+def _moments(segments: Segments, x: Array, weighting: Weighting) -> tuple[_Mean, Array, Array]:
+    """The mean, the variance and the weight of each segment."""
     where, weights = weighting
     counted = where if weights is None else both(where, weights != 0)  # an element of weight 0 may be far from the mean
     centre, weight = lax.stop_gradient(_unmasked_element(segments, x, counted)), segments.weight(x, weighting)
@@ -158,7 +152,7 @@ def _moments(segments: Segments, x: Array, weighting: Weighting) -> _SegmentMome
     # For equal elements it is a rounding error of the remainder, far below one rounding step of an element.
     rounding = jnp.square(4 * jnp.finfo(variance.dtype).eps * mean.remainder)
     variance = jnp.where((variance <= rounding) & (variance < jnp.inf), 0, variance)  # both may overflow
-    return _SegmentMoments(platforms.unfused(mean), variance, weight)
+    return platforms.unfused(mean), variance, weight
 
 
 def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Array:
@@ -189,16 +183,17 @@ def _deviations(segments: Segments, x: Array, where: Array | None, mean: _Mean) 
 
 @jax.custom_jvp
 def _var(segments: Segments, x: Array, weighting: Weighting) -> Array:
-    return _moments(segments, x, weighting).variance.astype(float_dtype(x.dtype))
+    return _moments(segments, x, weighting)[1].astype(float_dtype(x.dtype))
 
 
 @functools.partial(_var.defjvp, symbolic_zeros=True)
 def _derivative_of_variance(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     """The derivative of the mean drops out, since the deviations sum to 0."""
     (segments, x, weighting), (_, d_x, (_, d_weights)) = primals, tangents
-    x = segments.without_masked_derivatives(x, weighting.where)
+    unmasked = segments.unmasked(x, weighting.where)
+    x = masked_in_derivatives(x, unmasked)
     mean, variance, weight = _moments(segments, x, weighting)
-    deviations = selected(_deviations(segments, x, weighting.where, mean), segments.unmasked(x, weighting.where))
+    deviations = selected(_deviations(segments, x, weighting.where, mean), unmasked)
     tangent = jnp.zeros_like(variance)
     if not isinstance(d_x, SymbolicZero):
         terms = 2 * weighted(deviations, weighting.weights) * widened(d_x)
@@ -234,7 +229,8 @@ def _root(variance: Array) -> Array:
 def _derivative_of_standard(epsilon: float, primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, weighting = primals
     where = weighting.where
-    unmasked, x = segments.unmasked(x, where), segments.without_masked_derivatives(x, where)
+    unmasked = segments.unmasked(x, where)
+    x = masked_in_derivatives(x, unmasked)
     y, factor, number = _standard(epsilon, segments, x, weighting)
     y = platforms.unfused(y)
     d_x = widened(selected(tangents[1], unmasked))

@@ -71,7 +71,6 @@ def flax_attention(
       `flax.nnx.MultiHeadAttention
       <https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/nn/attention.html>`_.
     """
-    del broadcast_dropout, precision
     if module is not None:
         hint = "Do not set sow_weights."
         raise ValueError(message("flax_attention", "module", type(module).__name__, "None", hint))

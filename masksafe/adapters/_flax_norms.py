@@ -32,7 +32,7 @@ def dtype_of(layer: Any, x: Any, *parameters: Array | None) -> Any:
 
 
 def apply_row_norm(
-    layer: Any, op: Callable[..., Array], x: Array, scale: Array | None, bias: Array | None, mask: Any
+    layer: Any, op: Callable[..., Array], x: Any, scale: Array | None, bias: Array | None, mask: Any
 ) -> Array:
     """`op`, a norm of rows, whose parameters may lie along other axes than the normalised ones."""
     x, where, dtype = _read(layer, x, mask, scale, bias)
@@ -51,9 +51,7 @@ def apply_row_norm(
     return masks.selected(y, where).astype(dtype)
 
 
-def apply_group_norm(
-    layer: Any, x: Array, num_groups: int, scale: Array | None, bias: Array | None, mask: Any
-) -> Array:
+def apply_group_norm(layer: Any, x: Any, num_groups: int, scale: Array | None, bias: Array | None, mask: Any) -> Array:
     """`group_norm`, where `reduction_axes` may leave any axes to the samples."""
     x, where, dtype = _read(layer, x, mask, scale, bias)
     _check_features(layer, x, (x.ndim - 1,), scale, bias)
@@ -128,11 +126,8 @@ def _check_features(layer: Any, x: Array, features: Axes, *parameters: Array | N
     number = math.prod(x.shape[a] for a in features)
     for parameter in parameters:
         if parameter is not None and parameter.size != number:
-            found, expected = (
-                f"{number} features in shape {x.shape}",
-                f"{parameter.size} features, the size of the parameters",
-            )
-            raise ValueError(arguments.message(_name(layer), "x", found, expected))
+            expected = f"{parameter.size} features, the size of the parameters"
+            raise ValueError(arguments.message(_name(layer), "x", f"{number} features in shape {x.shape}", expected))
 
 
 def _name(layer: Any) -> str:

@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox
 import jax
@@ -47,8 +47,7 @@ class LayerNorm(equinox.nn.LayerNorm):  # type: ignore[misc]
        [ 0.  0.  0.]]
     """
 
-    if TYPE_CHECKING:
-        __init__ = equinox.nn.LayerNorm.__init__
+    __init__ = equinox.nn.LayerNorm.__init__
 
     def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
         """As equinox's.
@@ -59,7 +58,6 @@ class LayerNorm(equinox.nn.LayerNorm):  # type: ignore[misc]
           key: without effect.
           where: booleans that broadcast to the shape of `x`; False is masked.
         """
-        del key
         x = _as_sample("LayerNorm", x, self.shape)
         out = layer_norm(x, self.weight, self.bias, axis=tuple(range(x.ndim)), where=where, epsilon=self.eps)
         return _with_state(out, state)
@@ -78,12 +76,10 @@ class RMSNorm(equinox.nn.RMSNorm):  # type: ignore[misc]
       [0.2 1.4 0. ]
     """
 
-    if TYPE_CHECKING:
-        __init__ = equinox.nn.RMSNorm.__init__
+    __init__ = equinox.nn.RMSNorm.__init__
 
     def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
         """As equinox's; the arguments are those of `LayerNorm`."""
-        del key
         x = _as_sample("RMSNorm", x, self.shape)
         where = read_mask("RMSNorm", where, x.shape)
         wide = x if self.bias is None else widened(x)  # it is rounded once, after the bias
@@ -106,8 +102,7 @@ class GroupNorm(equinox.nn.GroupNorm):  # type: ignore[misc]
       [-1.  1.  0.  0.]
     """
 
-    if TYPE_CHECKING:
-        __init__ = equinox.nn.GroupNorm.__init__
+    __init__ = equinox.nn.GroupNorm.__init__
 
     def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
         """As equinox's.
@@ -118,7 +113,6 @@ class GroupNorm(equinox.nn.GroupNorm):  # type: ignore[misc]
           key: without effect.
           where: booleans that broadcast to the shape of `x`, so a mask of positions needs no axis for the channels.
         """
-        del key
         x = as_float_array("GroupNorm", "x", x, any_width=True)
         out = group_norm(x, self.groups, self.weight, self.bias, axis=0, where=where, epsilon=self.eps)
         return _with_state(out, state)
@@ -146,8 +140,7 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
        [ 0.  0.]]
     """
 
-    if TYPE_CHECKING:
-        __init__ = equinox.nn.BatchNorm.__init__
+    __init__ = equinox.nn.BatchNorm.__init__
 
     def __call__(
         self, x: Array, state: Any, *, key: Any = None, inference: bool | None = None, where: ArrayLike | None = None
@@ -161,7 +154,6 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
           inference: whether to normalise by the running statistics; by default as the layer says.
           where: booleans that broadcast to the shape of `x`; a scalar masks a whole sample.
         """
-        del key
         where = read_mask("BatchNorm", where, x.shape)
         inference = self.inference if inference is None else inference
         is_ema = self.mode == "ema"
@@ -194,9 +186,8 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
             blend = wide * self.momentum + new * (1 - self.momentum)
             return jnp.where(has_unmasked, blend, wide * rescaling.astype(new.dtype)).astype(old.dtype)
 
-        state = state.set(self.batch_counter, after)
-        old = state.get(self.batch_state_index)
-        return state.set(self.batch_state_index, tuple(map(update, old, batch_statistics)))
+        updated = tuple(map(update, state.get(self.batch_state_index), batch_statistics))
+        return state.set(self.batch_counter, after).set(self.batch_state_index, updated)
 
     def _weight_of_past(self, counter: Array) -> Array:
         """The divisor of the statistics of mode "batch" in equinox's inference."""
@@ -237,8 +228,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
       True [0. 0. 0. 0.]
     """
 
-    if TYPE_CHECKING:
-        __init__ = equinox.nn.MultiheadAttention.__init__
+    __init__ = equinox.nn.MultiheadAttention.__init__
 
     def __call__(
         self,
@@ -286,7 +276,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             # since process_heads may have no derivative at 0.
             query, key_, value = selected(query, sees_any, 1), selected(key_, is_seen, 1), selected(value, is_seen, 1)
         projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
-        heads = [self._heads(jax.vmap(project)(x)) for project, x in projections]
+        projected = [jax.vmap(project)(x) for project, x in projections]
+        heads = [x.reshape(len(x), self.num_heads, x.shape[1] // self.num_heads) for x in projected]
         if process_heads is not None:
             shapes, heads = [x.shape for x in heads], list(process_heads(*heads))
             if (found := [x.shape for x in heads]) != shapes:
@@ -295,10 +286,6 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         rate, dropout_key = self._dropout(key, inference)
         out = dot_product_attention(q, k, v, mask=mask, dropout_rate=rate, dropout_key=dropout_key)
         return selected(jax.vmap(self.output_proj)(out.reshape(time, math.prod(out.shape[1:]))), sees_any)
-
-    def _heads(self, projected: Array) -> Array:
-        length, width = projected.shape
-        return projected.reshape(length, self.num_heads, width // self.num_heads)
 
     def _dropout(self, key: Any, inference: bool | None) -> tuple[Any, Any]:
         """The rate and the random key of dropout."""

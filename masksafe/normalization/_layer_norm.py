@@ -190,15 +190,15 @@ def standardize(
     op = "standardize"
     x = arguments.as_promoted_float_array(op, "x", x, any_width=True)
     arguments.as_choice(op, "algorithm", algorithm, ("fast", "stable"))
-    if mean is None and variance is None and isinstance(epsilon, numbers.Real):
-        static, arrays = given(op, x, None, None, where, weights, epsilon)
+    number = epsilon if isinstance(epsilon, numbers.Real) else 0.0
+    static, arrays = given(op, x, None, None, where, weights, number)
+    if mean is None and variance is None and number is epsilon:
         return normalize_rows(Call.of(op, x, axis, axis_name, static), arrays)
-    _, arrays = given(op, x, None, None, where, weights, 0.0)
+    epsilon = arguments.as_one_element(op, "epsilon", arguments.as_array(op, "epsilon", epsilon))
     mean = arguments.if_given(_as_statistic, op, "mean", mean, x)
     variance = arguments.if_given(_as_statistic, op, "variance", variance, x)
     rows = moments.Rows(arguments.canonical_axes(op, axis, x.ndim), Devices(as_axis_name(op, axis_name)))
-    arrays = arrays._replace(epsilon=_as_traced_epsilon(op, epsilon))
-    return _standardize_with_given_statistics(rows, algorithm, arrays, mean, variance)
+    return _standardize_with_given_statistics(rows, algorithm, arrays._replace(epsilon=epsilon), mean, variance)
 
 
 class Call(NamedTuple):
@@ -228,12 +228,6 @@ def normalize_rows(call: Call, arrays: NormInputs) -> Array:
     return normalize(Norm(rows, call.epsilon, call.by), inputs, None).reshape(arrays.x.shape)
 
 
-def _as_traced_epsilon(op: str, epsilon: ArrayLike) -> Array:
-    if isinstance(epsilon, numbers.Real):
-        arguments.as_epsilon(op, epsilon)
-    return arguments.as_one_element(op, "epsilon", arguments.as_array(op, "epsilon", epsilon))
-
-
 def _as_statistic(op: str, argument: str, value: ArrayLike, x: Array) -> Array:
     return arguments.at_rank_of(op, argument, arguments.as_promoted_float_array(op, argument, value), x.shape, "x")
 
@@ -251,10 +245,10 @@ def _standardize_with_given_statistics(
     if mean is None:
         deviations = row_moments.deviations(wide, where)
     else:
-        mean = _broadcast_statistic(wide, mean, where, 0)
+        mean = masks.selected(jnp.broadcast_to(mean, x.shape).astype(wide.dtype), where)
         deviations = masks.selected(wide - mean, where)
     if variance is not None:
-        variance = _broadcast_statistic(wide, variance, where, 1)
+        variance = masks.selected(jnp.broadcast_to(variance, x.shape).astype(wide.dtype), where, 1)
     elif mean is None:
         variance = row_moments.variance
     else:  # E[(x - m)^2] = var + (E[x] - m)^2, and E[x^2] - m^2 = var + (E[x] - m) (E[x] + m)
@@ -264,7 +258,3 @@ def _standardize_with_given_statistics(
     is_zero = (variance == 0) & (deviations == 0)
     reciprocal_std = jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
     return masks.selected(deviations * reciprocal_std, where).astype(dtype)
-
-
-def _broadcast_statistic(x: Array, statistic: Array, where: Array | None, masked: float) -> Array:
-    return masks.selected(jnp.broadcast_to(statistic, x.shape).astype(x.dtype), where, masked)

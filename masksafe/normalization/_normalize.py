@@ -96,13 +96,10 @@ def _forward(norm: Norm, inputs: NormInputs, row_moments: Moments | None) -> tup
     leading = norm.rows.leading(inputs.x.ndim)
     if row_moments is None and norm.rows.are_one_kernel(inputs.x, inputs.where):
         row_moments = row_blocks.map_row_blocks(norm.moments, platforms.unfused_on_cpu(inputs), leading=leading)
-        return normalized(norm, inputs)[0], (
-            inputs,
-            row_moments,
-        )  # moments as a second result would break the kernel up
-    y, row_moments = row_blocks.map_row_blocks(
-        functools.partial(normalized, norm), inputs, row_moments, leading=leading
-    )
+        # Moments as a second result would break the kernel up.
+        return normalized(norm, inputs)[0], (inputs, row_moments)
+    compute = functools.partial(normalized, norm)
+    y, row_moments = row_blocks.map_row_blocks(compute, inputs, row_moments, leading=leading)
     return y, (inputs, row_moments)
 
 
@@ -115,13 +112,10 @@ def _reverse(norm: Norm, residuals: tuple[NormInputs, Moments], d_y: Array) -> t
     leading = norm.rows.leading(d_y.ndim)
     if any(p is not None and math.prod(p.shape[:leading]) != 1 for p in parameters):
         leading = 0  # their cotangents are not sums over all rows
-    slopes = functools.partial(_slopes, norm, d_y.ndim - leading)
-    (d_x, d_weights), totals = row_blocks.map_row_blocks(
-        slopes, inputs, row_moments, d_y, leading=leading, has_totals=True
-    )
-    d_scale, d_bias = (
-        None if p is None else d.reshape(p.shape).astype(p.dtype) for p, d in zip(parameters, totals, strict=True)
-    )
+    slopes, args = functools.partial(_slopes, norm, d_y.ndim - leading), (inputs, row_moments, d_y)
+    (d_x, d_weights), totals = row_blocks.map_row_blocks(slopes, *args, leading=leading, has_totals=True)
+    like = lambda p, d: None if p is None else d.reshape(p.shape).astype(p.dtype)  # noqa: E731
+    d_scale, d_bias = map(like, parameters, totals)
     return NormInputs(d_x, weights=d_weights, scale=d_scale, bias=d_bias), None
 
 
@@ -132,9 +126,8 @@ def _slopes(norm: Norm, num_axes: int, inputs: NormInputs, row_moments: Moments,
     rows, unmasked = norm.rows, _unmasked(inputs, row_moments)
     deviations = row_moments.deviations(x, where)
     factor, pull_back_factor = jax.vjp(functools.partial(norm.factor, inputs, row_moments), row_moments.variance)
-    d_y = selected(
-        widened(d_y) * unfolded.unknown(1, deviations.dtype), unmasked if unmasked_rows is None else unmasked_rows
-    )
+    d_y = widened(d_y) * unfolded.unknown(1, deviations.dtype)
+    d_y = selected(d_y, unmasked if unmasked_rows is None else unmasked_rows)
     d_bias, d_scale = d_y, d_y * deviations  # d_scale still without the factor
     if all(p is None or _is_constant_in_rows(p, factor) for p in (scale, bias)):  # two sums give all cotangents
         d_bias, d_scale = (jnp.sum(d, rows.axes, keepdims=True) for d in (d_bias, d_scale))

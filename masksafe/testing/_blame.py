@@ -4,7 +4,7 @@ Masks mark the elements that led there: bad ones, and finite ones that bad ones 
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +42,10 @@ def blame(replay: Replay) -> Blamed:
     reached = {value: mask for walk in reversed(walks) for value, mask in walk.reached.items()}
     # An infinity that the program writes is more often a mask than a mistake.
     sources = sources if sources or from_infinities else first.written
-    return Blamed(sources, from_infinities, reached, list(_find_unreached(replay, reached)))
+    # The steps that made bad elements from finite inputs without any of them leading to an output.
+    unreached = (value for value in replay.values if value.is_bad and value not in reached)
+    harmless = [Blame(value, value.bad) for value in unreached if not any(v.is_bad for v in value.inputs)]
+    return Blamed(sources, from_infinities, reached, harmless)
 
 
 def _join(parts: Iterable[list[Blame]]) -> list[Blame]:
@@ -51,13 +54,6 @@ def _join(parts: Iterable[list[Blame]]) -> list[Blame]:
     for found in itertools.chain(*parts):
         by_value.setdefault(found.value, found)
     return list(by_value.values())
-
-
-def _find_unreached(replay: Replay, reached: Masks) -> Iterator[Blame]:
-    """The steps that made bad elements from finite inputs without any of them leading to an output."""
-    for value in replay.values:
-        if value.is_bad and value not in reached and not any(v.is_bad for v in value.inputs):
-            yield Blame(value, value.bad)
 
 
 class _Walk:
@@ -104,7 +100,9 @@ class _Walk:
         nan_chosen = bad & decided & _ahead_of(written_nans, value, nans)
         self._follow_bad(value, [x | y for x, y in zip(nans, bads, strict=True)], bad & ~unexplained, nan_chosen)
 
-        taken = nan_taken | nan_chosen | (infinity_taken & self._counts_infinities(value))
+        # Who chose an infinity that the program wrote does not count beside a NaN.
+        counts_infinities = self._reached_before is None or value in self._reached_before
+        taken = nan_taken | nan_chosen | (infinity_taken & counts_infinities)
         by_decision = (mask & ~value.bad | made | taken) & decided
         from_captured = self._follow_decisions(value, by_decision)
 
@@ -117,10 +115,6 @@ class _Walk:
         ):
             if elements.any():
                 part.append(Blame(value, elements, is_constant))
-
-    def _counts_infinities(self, value: Value) -> bool:
-        """Whether to ask who chose an infinity that the program wrote; not beside a NaN."""
-        return self._reached_before is None or value in self._reached_before
 
     def _follow_bad(
         self, value: Value, masks: Sequence[np.ndarray], explained: np.ndarray, nan_chosen: np.ndarray

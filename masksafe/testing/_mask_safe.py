@@ -93,7 +93,10 @@ def assert_mask_safe(
         raise ValueError(message(_OP, "masked", "nothing that is True", "True where an element is masked"))
     call = _Call(args, masks, garbage, rng)
     call = call._replace(args=call.replaced(masks, lambda x, mask: _harmless(x, mask, rng)))
-    _check_garbage(call)
+    leaves = call.masked_leaves()
+    if not any(map(call.kinds, leaves)):
+        dtypes = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in leaves))
+        raise ValueError(message(_OP, "garbage", f"{list(garbage or ())}", f"numbers that {dtypes} can hold"))
     probe = _probe(fn, call.args, output_mask, order, rng)
     short_probe = _probe(fn, call.args, output_mask, min(order, 1), rng)
 
@@ -284,7 +287,7 @@ def _harmless(leaf: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarr
 def _assert_gone(actual: Quantities, expected: Quantities, call: _Call, filling: _Filling, transform: str) -> None:
     __tracebackhide__ = True
     for quantity, tree in actual.items():
-        for leak in (*_gradients_under_mask(quantity, tree, call), *_changes(tree, expected[quantity])):
+        for leak in _leaks(quantity, tree, expected[quantity], call):
             arguments = "; ".join(_describe(i, call.args[i], call.masks[i]) for i in filling.filled)
             raise AssertionError(
                 "A masked element is not gone.\n"
@@ -296,25 +299,18 @@ def _assert_gone(actual: Quantities, expected: Quantities, call: _Call, filling:
             )
 
 
-def _gradients_under_mask(quantity: _Quantity, actual: Tree, call: _Call) -> Iterator[str]:
-    """A text for each array of derivatives with respect to a masked argument that are not 0 under the mask."""
-    if quantity.argument is None or quantity.argument not in call.masks:
-        return
-    arg, masks = call.args[quantity.argument], call.masks[quantity.argument]
-    masks = jax.tree.map(lambda leaf, mask: mask if is_float(leaf) else None, arg, masks)
-    for array, leaf_mask in zip(jax.tree.leaves(actual), jax.tree.leaves(masks), strict=True):
-        mask = np.broadcast_to(leaf_mask, array.shape)
-        wrong = mask & (array != 0)
-        if wrong.any():
-            index, name = _trees.first_index(wrong), quantity.derivative.split(" (")[0]
-            yield (
-                f"{wrong.sum()} of {mask.sum()} masked elements have a {name} that is not 0, "
-                f"the first at index {index}: {array[index]}"
-            )
-
-
-def _changes(actual: Tree, expected: Tree) -> Iterator[str]:
-    """A text for each array that has other bits than the expected one."""
+def _leaks(quantity: _Quantity, actual: Tree, expected: Tree, call: _Call) -> Iterator[str]:
+    """A text for each array of derivatives that are not 0 under their mask, and for each that has changed."""
+    if quantity.argument is not None and quantity.argument in call.masks:
+        arg, masks = call.args[quantity.argument], call.masks[quantity.argument]
+        masks = jax.tree.map(lambda leaf, mask: mask if is_float(leaf) else None, arg, masks)
+        for array, leaf_mask in zip(jax.tree.leaves(actual), jax.tree.leaves(masks), strict=True):
+            mask = np.broadcast_to(leaf_mask, array.shape)
+            wrong = mask & (array != 0)
+            if wrong.any():
+                index, name = _trees.first_index(wrong), quantity.derivative.split(" (")[0]
+                place = f"the first at index {index}: {array[index]}"
+                yield f"{wrong.sum()} of {mask.sum()} masked elements have a {name} that is not 0, {place}"
     for array, reference in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         wrong = _trees.bits(array) != _trees.bits(reference)
         if wrong.any():
@@ -337,20 +333,7 @@ def _assert_empty_is_safe(probe: Callable[..., Quantities], call: _Call, empty: 
     __tracebackhide__ = True
     run = _transformed(probe, "jit")
     expected = run(empty)
-    _assert_finite(expected)
-    masks = {i: jax.tree.map(lambda x, m: np.full(np.shape(x), m.any()), empty[i], call.masks[i]) for i in call.masks}
-    everything = call._replace(args=empty, masks=masks)
-    everything = everything._replace(args=everything.replaced(masks, lambda x, _: np.asarray(x)))
-    filling = everything.worst_filling()
-    try:
-        _assert_gone(run(filling.args), expected, everything, filling, "jit")
-    except AssertionError as error:
-        raise AssertionError(f"In the call of `empty`, which should mask everything: {error}") from None
-
-
-def _assert_finite(quantities: Quantities) -> None:
-    __tracebackhide__ = True
-    for quantity, tree in quantities.items():
+    for quantity, tree in expected.items():
         for array in jax.tree.leaves(tree):
             wrong = ~np.isfinite(np.asarray(array, np.float64))
             if wrong.any():
@@ -360,6 +343,14 @@ def _assert_finite(quantities: Quantities) -> None:
                     f"  derivative: {quantity}\n"
                     f"  {wrong.sum()} of {wrong.size} elements, the first at index {index}: {array[index]}"
                 )
+    masks = {i: jax.tree.map(lambda x, m: np.full(np.shape(x), m.any()), empty[i], call.masks[i]) for i in call.masks}
+    everything = call._replace(args=empty, masks=masks)
+    everything = everything._replace(args=everything.replaced(masks, lambda x, _: np.asarray(x)))
+    filling = everything.worst_filling()
+    try:
+        _assert_gone(run(filling.args), expected, everything, filling, "jit")
+    except AssertionError as error:
+        raise AssertionError(f"In the call of `empty`, which should mask everything: {error}") from None
 
 
 def _check_arguments(
@@ -377,10 +368,3 @@ def _check_arguments(
         raise ValueError(message(_OP, "masked", f"keys {sorted(masked)}", expected))
     if empty is not None and len(empty) != len(args):
         raise ValueError(message(_OP, "empty", f"{len(empty)} arguments", f"{len(args)}, as many as in a call"))
-
-
-def _check_garbage(call: _Call) -> None:
-    masked = call.masked_leaves()
-    if not any(call.kinds(leaf) for leaf in masked):
-        dtypes = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in masked))
-        raise ValueError(message(_OP, "garbage", f"{list(call.garbage or ())}", f"numbers that {dtypes} can hold"))

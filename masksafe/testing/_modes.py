@@ -100,7 +100,7 @@ def _disk(fn: Function, arrays: list[Any]) -> Results:
 def _devices(fn: Function, arrays: list[Any]) -> Results:
     for device in itertools.chain(*_platforms()):
         with jax.default_device(device):
-            yield str(device), jax.jit(fn)(*jax.device_put(_on_host(arrays), device))
+            yield str(device), jax.jit(fn)(*jax.device_put([*map(np.asarray, arrays)], device))
 
 
 def _sharded(fn: Function, arrays: list[Any]) -> Results:
@@ -108,7 +108,7 @@ def _sharded(fn: Function, arrays: list[Any]) -> Results:
         if len(devices) > 1:
             mesh = Mesh(np.array(devices), ("devices",))
             for axis, name in ((0, "first"), (-1, "last")):
-                split = [jax.device_put(a, _split(mesh, a, axis)) for a in _on_host(arrays)]
+                split = [jax.device_put(a, _split(mesh, a, axis)) for a in map(np.asarray, arrays)]
                 label = f"sharded along the {name} axis over {len(devices)} {devices[0].platform} devices"
                 yield label, jax.jit(fn)(*split)
 
@@ -124,10 +124,6 @@ def _platforms() -> Iterator[list[jax.Device]]:
     for platform in ("cpu", "gpu", "tpu"):
         with contextlib.suppress(RuntimeError):  # raised for a platform that is not here
             yield jax.local_devices(backend=platform)
-
-
-def _on_host(arrays: list[Any]) -> list[np.ndarray]:
-    return [np.asarray(a) for a in arrays]
 
 
 def _float64(fn: Function, arrays: list[Any]) -> Results:
@@ -148,7 +144,7 @@ MODES = {
     "jvp": Mode(_jvp, is_derived=True),
     "checkpoint": Mode(_jit, before_gradient=jax.checkpoint),
     "transposed": Mode(lambda fn, arrays: _jit(lambda *a: fn(*(x.T for x in a)), [x.T for x in arrays])),
-    "strided": Mode(lambda fn, arrays: _jit(fn, [_strided_copy(x) for x in _on_host(arrays)])),
+    "strided": Mode(lambda fn, arrays: _jit(fn, [_strided_copy(np.asarray(x)) for x in arrays])),
     "donated": Mode(_donated),
     "disk": Mode(_disk),
     "devices": Mode(_devices, has_many_ways=True),

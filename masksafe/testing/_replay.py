@@ -45,21 +45,15 @@ class Value:
     is_discrete: bool  # not of floats, or computed only from discrete values
 
     def __init__(
-        self,
-        array: Any,
-        operation: Any = None,
-        inputs: Any = (),
-        callers: Any = (),
-        k: int = 0,
-        is_written: bool = False,
+        self, array: Any, operation: Any = None, inputs: Any = (), callers: Any = (), k: int = 0, written: bool = False
     ) -> None:
         self.array, self.operation, self.callers, self.k = array, operation, callers, k
         self.inputs: Sequence[Value] = inputs
         # Where the device is along the axes of the shard_map, and of those around it, in which the value is computed.
         self.device: dict[str, int] = next((v.device for v in inputs if v.device), {})
-        self.is_written = is_written
-        self.is_captured = is_written and array.ndim > 0  # an array from the function's closure
-        is_inexact, is_number = jnp.issubdtype(array.dtype, jnp.inexact), is_written and array.ndim == 0
+        self.is_written = written
+        self.is_captured = written and array.ndim > 0  # an array from the function's closure
+        is_inexact, is_number = jnp.issubdtype(array.dtype, jnp.inexact), written and array.ndim == 0
         self.bad = ~np.asarray(jnp.isfinite(array)) if is_inexact else np.zeros(array.shape, bool)
         self.is_bad = bool(is_inexact and self.bad.any())
         from_constants = operation is not None and operation.kind != "exchange" and all(v.is_constant for v in inputs)
@@ -188,13 +182,13 @@ class Replay:
 
     def _program(self, program: Any, arguments: list[Values], callers: Callers) -> list[Values]:
         jaxpr, consts = programs.open_program(program)
-        captured = [Value(jnp.asarray(c), is_written=True) for c in consts]
+        captured = [Value(jnp.asarray(c), written=True) for c in consts]
         variables = [*jaxpr.constvars, *jaxpr.invars]
         known = [dict(zip(variables, [*captured, *values], strict=True)) for values in arguments]
 
         def read(values: dict[Any, Value], atom: Any) -> Value:
             if isinstance(atom, core.Literal):
-                return Value(jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)), is_written=True)
+                return Value(jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)), written=True)
             return values[atom]
 
         for equation in jaxpr.eqns:
@@ -206,6 +200,8 @@ class Replay:
 
     def _equation(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
         name, params = equation.primitive.name, equation.params
+        if name == "shard_map":
+            return [self._shard_map(equation, values, callers) for values in inputs]
         if name in _STRUCTURES:
             return _STRUCTURES[name](self, equation, inputs, callers)
         if name in CALLS:
@@ -299,20 +295,15 @@ class Replay:
         operands = [values[first:last] + values[last + lengths.transpose_solve :] for values in inputs]
         return self._program(equation.params["jaxprs"].solve, operands, callers)
 
-    def _shard_map(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
-        return [self._devices(equation, values, callers) for values in inputs]
-
-    def _devices(self, equation: Any, inputs: Values, callers: Callers) -> Values:
+    def _shard_map(self, equation: Any, inputs: Values, callers: Callers) -> Values:
         """Replays the program on all devices, or runs the equation whole if an exchange is not supported."""
         params, operation, before = equation.params, self._operation(equation, callers), len(self.values)
         arrays = operation(*(value.array for value in inputs))
         sizes = mesh_axes(params)
         devices = [Device(sizes, number) for number in range(math.prod(sizes.values()))]
         try:
-            specs = params["in_specs"]
-            operands = [
-                [self._part(v, d, spec, callers) for v, spec in zip(inputs, specs, strict=True)] for d in devices
-            ]
+            pairs = [*zip(inputs, params["in_specs"], strict=True)]
+            operands = [[self._part(value, device, spec, callers) for value, spec in pairs] for device in devices]
             outputs = self._program(params["jaxpr"], operands, callers)
         except (NameError, NotImplementedError, TypeError, ValueError):
             del self.values[before:]
@@ -356,7 +347,6 @@ _STRUCTURES: dict[str, Callable[..., list[Values]]] = {
     "cond": Replay._cond,
     "custom_linear_solve": Replay._linear_solve,
     "scan": Replay._scan,
-    "shard_map": Replay._shard_map,
     "while": Replay._while,
 }
 
