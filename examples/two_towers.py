@@ -14,31 +14,18 @@ functions that are not trained on, find their name among a thousand, and what me
 """
 
 import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import bags
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import shared
-from bags import (
-    FEATURES,
-    GARBAGE,
-    LAST_ROW,
-    ZEROS,
-    Batch,
-    Pairs,
-    Texts,
-    draw_batches,
-    hold_out,
-    make_batch,
-    make_pairs,
-    select_functions,
-)
+from bags import FEATURES, GARBAGE, LAST_ROW, ZEROS, Batch, Pairs, Texts
 from names import read_functions
 from rich.console import Console
 
@@ -136,11 +123,12 @@ RUNS = {
 optimizer = optax.adam(0.003)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def train_step(params: Params, state: Any, batch: Batch, ops: Ops) -> tuple[Params, Any, jax.Array]:
+@functools.partial(jax.jit, static_argnums=0)
+def update(ops: Ops, state: tuple[Params, Any], batch: Batch) -> tuple[tuple[Params, Any], jax.Array]:
+    params, of_optimizer = state
     loss, gradients = jax.value_and_grad(loss_of)(params, batch, ops)
-    updates, state = optimizer.update(gradients, state)
-    return optax.apply_updates(params, updates), state, loss
+    updates, of_optimizer = optimizer.update(gradients, of_optimizer)
+    return (optax.apply_updates(params, updates), of_optimizer), loss
 
 
 @jax.jit
@@ -160,18 +148,11 @@ def train(name: str, pairs: Pairs, held_out: Pairs, epochs: int, console: Consol
     """All runs draw the same batches."""
     ops, padding = RUNS[name]
     params, of_padding = make_params(jax.random.key(0)), np.random.default_rng(2)
-    state, losses, scores = optimizer.init(params), [], []
-    batches = list(draw_batches(pairs, epochs, np.random.default_rng(1)))
-    with shared.progress(name, len(batches), console) as advance:
-        for step, index in enumerate(batches):
-            if step % EVALUATE_EVERY == 0:
-                scores.append(recall(params, held_out))
-            params, state, loss = train_step(params, state, make_batch(pairs, index, padding, of_padding), OPS[ops])
-            losses.append(float(loss))
-            advance(f"loss {losses[-1]:.3f}")
-            if math.isnan(losses[-1]):
-                return shared.Record(params, losses, scores)
-    return shared.Record(params, losses, [*scores, recall(params, held_out)])
+    drawn = list(bags.draw_batches(pairs, epochs, np.random.default_rng(1)))
+    batches = (bags.make_batch(pairs, index, padding, of_padding) for index in drawn)
+    start, step = (params, optimizer.init(params)), functools.partial(update, OPS[ops])
+    score = lambda params: recall(params, held_out)  # noqa: E731
+    return shared.train(name, start, step, batches, len(drawn), console, score, EVALUATE_EVERY)
 
 
 # Costs, a table and the picture.
@@ -195,10 +176,9 @@ def draw(records: dict[str, shared.Record], costs: dict[str, shared.Cost], path:
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 6), width_ratios=(5, 2), layout="constrained")
         colors, sizes = ("deepskyblue", "midnightblue", "orange", "firebrick", "black"), (8, 3, 3, 3, 12)
         for (name, record), color, size in zip(records.items(), colors, sizes, strict=True):
-            steps = [*range(0, len(record.losses), EVALUATE_EVERY), len(record.losses)]
-            steps = steps[-1:] if record.has_ended else steps
-            percent = 100 * np.array(record.scores[-len(steps) :])
-            shared.draw_run(left, name, steps, percent, has_ended=record.has_ended, color=color, size=size)
+            steps, recalls = np.transpose(record.scores[-1:] if record.has_ended else record.scores)
+            steps = [len(record.losses)] if record.has_ended else steps
+            shared.draw_run(left, name, steps, 100 * recalls, has_ended=record.has_ended, color=color, size=size)
         left.set(xlabel="step", ylabel="recall@1 (%)", title="Docstrings that find their name")
         left.set_ylim(bottom=-1)
         left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), title="loss, and what the padding holds")
@@ -211,13 +191,13 @@ def draw(records: dict[str, shared.Record], costs: dict[str, shared.Cost], path:
 
 def main() -> None:
     arguments, console = shared.parser_of(__doc__, epochs=10).parse_args(), Console(soft_wrap=True)
-    functions = select_functions(read_functions())
-    everything = make_pairs(functions)
-    for_training, for_tests = hold_out(everything, HELD_OUT, np.random.default_rng(0))
+    functions = bags.select_functions(read_functions())
+    everything = bags.make_pairs(functions)
+    for_training, for_tests = bags.hold_out(everything, HELD_OUT, np.random.default_rng(0))
     pairs, held_out = everything.rows(for_training), everything.rows(for_tests)
     console.print(f"{len(for_training)} functions to train on, {len(for_tests)} to find")
     records = {name: train(name, pairs, held_out, arguments.epochs, console) for name in RUNS}
-    found = lambda record: "NaN" if record.has_ended else f"{record.scores[-1]:.3f}"  # noqa: E731
+    found = lambda record: "NaN" if record.has_ended else f"{record.scores[-1][1]:.3f}"  # noqa: E731
     lines = ([name, str(len(record.losses)), found(record)] for name, record in records.items())
     shared.show("Docstrings that find their name", ["", "steps", "recall@1"], lines, console)
     clean = records[CLEAN]

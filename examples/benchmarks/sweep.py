@@ -12,7 +12,6 @@ float32, with a result that is rounded once, as masksafe's is. The page compares
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attention
@@ -22,33 +21,12 @@ import jax.numpy as jnp
 import linear
 import losses
 import normalization
+import results
 import segments
-from command import measure_all, parse, tell
+from command import console, measure_all, parse, tell
 from measure import VALUE, Benchmark, Case, Row, Work, by_x, cases_of, eager_too
 from plots import draw_by_work
-from results import (
-    CASE,
-    DISPATCH_MS,
-    DOCS,
-    NOTHING,
-    PICTURES,
-    SLOWER,
-    Pair,
-    as_markdown,
-    best_peers,
-    counts,
-    csv_of,
-    fill_pages,
-    grouped,
-    listed,
-    mean,
-    number,
-    ratio_text,
-    read_csv,
-    section,
-)
-from rich.console import Console
-from rich.markdown import Markdown
+from results import NOTHING, SLOWER, Pair, as_markdown, csv_of, grouped, mean, ratio_text, read_csv
 
 Shape = tuple[int, ...]
 SHAPES: dict[str, Shape] = {
@@ -190,20 +168,20 @@ BENCHMARK = Benchmark("sweep", "The sweep", (), cases_of_rows() + cases_of_produ
 def compared(rows: Sequence[Row]) -> list[Pair]:
     """Masksafe beside the fastest peer of each case, in 16 bits the fastest one on widened inputs, the worst first."""
     kept = []
-    for case in grouped(rows, lambda row: tuple(getattr(row, name) for name in CASE)).values():
+    for case in grouped(rows, lambda row: tuple(getattr(row, name) for name in results.CASE)).values():
         widened = [row for row in case if row.candidate == "masksafe" or row.candidate.endswith(WIDENED)]
         kept += widened if len(widened) > 1 else case
-    return best_peers(kept)
+    return results.best_peers(kept)
 
 
 def text_of(pair: Pair) -> str:
     row = pair.row
-    return listed(row.mask, row.dtype, row.shape, row.what, "eager" if row.eager else "")
+    return results.listed(row.mask, row.dtype, row.shape, row.what, "eager" if row.eager else "")
 
 
 def worst(found: Sequence[Pair]) -> str:
     header = ["work", "case", "against", "minima", "medians", "ms"]
-    cells = lambda pair: [ratio_text(pair.minimum), ratio_text(pair.median), number(pair.row.minimum_ms)]  # noqa: E731
+    cells = lambda pair: [ratio_text(pair.minimum), ratio_text(pair.median), results.number(pair.row.minimum_ms)]  # noqa: E731
     return as_markdown(header, [[p.row.work, text_of(p), p.peer.candidate, *cells(p)] for p in found[:WORST]])
 
 
@@ -221,34 +199,45 @@ def by_work(found: Sequence[Pair]) -> str:
             f"{ratio_text(p[0].minimum)}: {text_of(p[0])}" if p else NOTHING for p in map(of_width.get, (True, False))
         ]
         lines.append((mean(ratios), [work, *cells, *told]))
-    header = ["work", "cases", "geometric mean", f"above {SLOWER}", "the worst in float32", "the worst in 16 bits"]
+    header = [
+        "work",
+        "cases",
+        "geometric mean",
+        f"above {SLOWER}",
+        "the worst in float32",
+        "the worst in 16 bits",
+    ]
     return as_markdown(header, [line for _, line in sorted(lines, key=lambda line: -line[0])])
 
 
 def longer(found: Sequence[Pair]) -> list[Pair]:
-    return [pair for pair in found if pair.row.minimum_ms >= DISPATCH_MS]
+    return [pair for pair in found if pair.row.minimum_ms >= results.DISPATCH_MS]
 
 
-def section_of(docs: Path) -> str:
-    """What stands on the page, with its picture."""
-    draw_by_work(compared(read_csv(csv_of("sweep", docs))), docs / PICTURES / "sweep.png")
-    return section(BENCHMARK, docs, lambda _, rows: by_work(compared(rows)), summary)
+def section_of() -> str:
+    return results.section(BENCHMARK, lambda _, rows: by_work(compared(rows)), summary)
+
+
+def publish() -> None:
+    draw_by_work(compared(read_csv(csv_of("sweep"))), results.picture_of("sweep"))
+    results.fill_pages({"sweep": section_of()})
 
 
 def summary(_: Benchmark, rows: Sequence[Row]) -> str:
     found = compared(rows)
     ratios, short = [pair.minimum for pair in longer(found)], len(found) - len(longer(found))
     above = ", ".join(f"{sum(ratio > limit for ratio in ratios)} above {limit}" for limit in (1.2, 1.6))
-    return f"{counts(ratios)}, {above}; {short} more of calls shorter than {DISPATCH_MS} ms."
+    return f"{results.counts(ratios)}, {above}; {short} more of calls shorter than {results.DISPATCH_MS} ms."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    console, options = Console(), parse([BENCHMARK], arguments)
-    failures = [] if options.plot_only else measure_all([BENCHMARK], options, console)
-    found = compared(read_csv(csv_of("sweep", options.docs, options.folder)))
-    console.print(Markdown(worst(found)), Markdown(by_work(found)))
-    if not options.folder and options.docs.resolve() == DOCS.resolve():
-        fill_pages(DOCS, {"sweep": section_of(DOCS)})
+    options = parse([BENCHMARK], arguments)
+    failures = [] if options.plot_only else measure_all([BENCHMARK], options)
+    if not options.quick:
+        found = compared(read_csv(csv_of("sweep", options.folder)))
+        console.print(worst(found), by_work(found), sep="\n\n", markup=False)
+        if not options.folder:
+            publish()
     tell(failures)
 
 

@@ -96,8 +96,8 @@ def test_both_losses_train_the_same_model(trainer, data):
         for loss in language_model.LOSSES.values()
     ]
     np.testing.assert_allclose(runs[0].losses, runs[1].losses, rtol=1e-4)
-    np.testing.assert_allclose(runs[0].held_out, runs[1].held_out, rtol=1e-4)
-    assert runs[1].held_out[-1][1] < runs[1].held_out[0][1]
+    np.testing.assert_allclose(runs[0].scores, runs[1].scores, rtol=1e-4)
+    assert runs[1].scores[-1][1] < runs[1].scores[0][1]
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_names_survive_tokenisation(data):
 
 @pytest.mark.slow
 def test_it_learns(history):
-    assert history.held_out[-1][1] < 0.9 * history.held_out[0][1]
+    assert history.scores[-1][1] < 0.9 * history.scores[0][1]
 
 
 @pytest.mark.slow
