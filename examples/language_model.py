@@ -50,9 +50,6 @@ def batches(data: Rows, config: Config) -> Iterator[Rows]:
         yield data[rng.integers(len(data.labels), size=config.batch_size)]
 
 
-# The model.
-
-
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
 
 
@@ -118,9 +115,6 @@ def optax_loss(features: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax
 
 
 LOSSES: dict[str, Loss] = {"optax": optax_loss, "masksafe": masksafe_loss}
-
-
-# Training.
 
 
 class State(NamedTuple):
