@@ -20,7 +20,6 @@ sys.path.append(str(ROOT / "examples"))
 from shared import progress
 
 BUSY = 0.5  # processes that are running already
-BUDGET = 0.7  # seconds of more rounds for each case
 
 Cases = Sequence[tuple[str, Case]]  # with the names of their benchmarks
 console = Console(soft_wrap=True)
@@ -126,7 +125,7 @@ def measure_all(benchmarks: Sequence[Benchmark], options: argparse.Namespace) ->
     for benchmark in benchmarks:
         for peer in sorted({name for pair in benchmark.ratios for name in pair if not is_installed(name)}):
             console.print(f"{benchmark.title}: {peer} is not installed and left out.")
-        start, times = time.perf_counter(), (2, 0) if options.quick else (options.rounds, BUDGET)
+        start, times = time.perf_counter(), (2, 0) if options.quick else (options.rounds, benchmark.budget)
         cases = [case for case in benchmark.cases if not options.quick or case.size.startswith("tiny")]
         timed = lambda name, case: measure_case(name, case, *times, benchmark.clear)  # noqa: E731, B023
         rows, failed = rows_of_all([(benchmark.name, case) for case in cases], timed, benchmark.title)
