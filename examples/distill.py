@@ -26,7 +26,7 @@ import optax
 import shared
 from bodies import IGNORED, Rows, prepare_data
 from flax import nnx
-from language_model import Config, History, Trainer
+from language_model import Config, Trainer
 from rich.console import Console
 
 import masksafe
@@ -83,10 +83,10 @@ def student_of(config: Config, width: int = STUDENT_WIDTH, layers: int = STUDENT
 
 def train_all(
     config: Config, of_student: Config, data: Rows, held_out: Rows, console: Console
-) -> tuple[dict[str, History], dict[str, shared.Cost]]:
+) -> tuple[dict[str, shared.Record], dict[str, shared.Cost]]:
     """Trains the teacher and both students, and compares the steps of distillation."""
 
-    def trained(name: str, trainer: Trainer, loss: Any) -> History:
+    def trained(name: str, trainer: Trainer, loss: Any) -> shared.Record:
         console.rule(name)
         return language_model.train(trainer, loss, data, held_out, console)
 
@@ -99,13 +99,13 @@ def train_all(
     return histories, costs
 
 
-def draw(histories: dict[str, History], costs: dict[str, shared.Cost], path: Path) -> None:
+def draw(histories: dict[str, shared.Record], costs: dict[str, shared.Cost], path: Path) -> None:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 4), width_ratios=(3, 1, 1), layout="constrained")
     colors = dict(zip(histories, ("black", "firebrick", "deepskyblue"), strict=True))
     for name, history in histories.items():
         style = "--" if name not in (FROM_LABELS, FROM_TEACHER) else "o-"
         label = name if style == "--" else f"a student, {name}"
-        left.plot(*zip(*history.held_out, strict=True), style, color=colors[name], label=label)
+        left.plot(*zip(*history.scores, strict=True), style, color=colors[name], label=label)
     left.set(xlabel="step", ylabel="cross-entropy of labels (nats)", title="Held-out functions")
     left.legend()
     numbers = {
@@ -129,7 +129,7 @@ def main() -> None:
     shared.show_costs({"a step of distillation": costs}, "With each loss", console)
     for name, history in histories.items():
         size = sum(np.size(x) for x in jax.tree.leaves(history.params))
-        console.print(f"{name}: {size / 1e6:.1f} M parameters, held-out loss {history.held_out[-1][1]:.4f}")
+        console.print(f"{name}: {size / 1e6:.1f} M parameters, held-out loss {history.scores[-1][1]:.4f}")
     draw(histories, costs, arguments.output / "distill.png")
     console.print(f"the losses and the costs are in {arguments.output / 'distill.png'}")
 

@@ -19,8 +19,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import gradient_accumulation as model
 import jax
@@ -31,23 +30,15 @@ import processes
 import shared
 from gradient_accumulation import CHARACTERS, IGNORED, LENGTH, WIDTH, Params
 from jax.experimental import checkify
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from layouts import Batch, State, layouts, make_mesh, place_batch, place_state, specs_of
 
 import masksafe
 
-AXES = ("data", "vocabulary", "time")
 ROWS, MICROBATCHES = 16, 2
 EMPTY_STEP = 1  # in which half of the rows are empty, and with them whole devices
 OPTIMIZER = optax.adam(3e-3, eps=1e-4)
-
-
-class Batch(NamedTuple):
-    """Lines, every array `[rows, length]`. Every process can make it, and hands JAX the part of its own devices."""
-
-    inputs: np.ndarray
-    labels: np.ndarray  # the next character; IGNORED in padding
-    positions: np.ndarray
 
 
 read_lines = functools.cache(model.read_lines)
@@ -60,13 +51,6 @@ def draw_batch(step: int) -> Batch:
         rows[ROWS // 2 :] = 0
     labels = np.where(rows[:, 1:] > 0, rows[:, 1:], IGNORED)
     return Batch(rows[:, :-1], labels, np.broadcast_to(np.arange(LENGTH), labels.shape))
-
-
-class State(NamedTuple):
-    """The state that a step updates."""
-
-    params: Params
-    optimizer: Any
 
 
 def initial_state() -> State:
@@ -83,53 +67,6 @@ def mean_loss(params: Params, batch: Batch) -> masksafe.MaskedMean:
     linear_loss = functools.partial(masksafe.losses.linear_softmax_cross_entropy, axis_name="vocabulary")
     total = linear_loss(features, params["kernel"], batch.labels, where=mask, reduction="sum")
     return masksafe.MaskedMean(total, jnp.sum(mask))
-
-
-# The layout of arrays over the devices of all processes.
-
-
-def make_mesh(layout: Sequence[int]) -> Mesh:
-    return jax.make_mesh(tuple(layout), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def layouts() -> dict[str, tuple[int, int, int]]:
-    """The sizes of the axes; the last layouts cross processes along the data only."""
-    devices, number = jax.device_count(), jax.process_count()
-    if devices == 1:
-        return {"one device": (1, 1, 1)}
-    return {
-        "data": (devices, 1, 1),
-        "vocabulary": (1, devices, 1),
-        "time": (1, 1, devices),
-        "data and time": (number, 1, devices // number),
-        "data and vocabulary": (number, devices // number, 1),
-    }
-
-
-def specs_of(state: Any) -> Any:
-    """The kernel of the output layer is split, and what the optimizer keeps for it; the rest is on every device."""
-
-    def spec(path: Any, _: Any) -> P:
-        return P(None, "vocabulary") if jax.tree_util.keystr(path).endswith("['kernel']") else P()
-
-    return jax.tree.map_with_path(spec, state)
-
-
-def place(mesh: Mesh, tree: Any, specs: Any) -> Any:
-    """Global arrays, of which every process hands over the parts of its own devices."""
-
-    def placed(x: np.ndarray, spec: P) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
-
-    return jax.tree.map(placed, tree, specs)
-
-
-def place_state(mesh: Mesh, state: State) -> State:
-    return place(mesh, state, specs_of(state))
-
-
-def place_batch(mesh: Mesh, batch: Batch) -> Batch:
-    return place(mesh, batch, Batch(*[P("data", "time")] * 3))
 
 
 # Training.

@@ -47,9 +47,6 @@ def empty_cache(config: language_model.Config, rows: int, places: int, garbage: 
     return Cache(keys, values, jnp.full((rows, places), FUTURE, jnp.int32))
 
 
-# The model with a cache.
-
-
 class Generator:
     """The decoder with a cache, compiled twice: for chunks of prompts, and for single tokens."""
 
@@ -86,9 +83,7 @@ class Generator:
         return cache, features[jnp.arange(len(last)), last] @ model.kernel[...]
 
 
-def prefill(
-    generator: Generator, cache: Cache, prompts: Sequence[Sequence[int]], chunk: int
-) -> tuple[Cache, np.ndarray]:
+def prefill(generator: Generator, cache: Cache, prompts: Sequence[Sequence[int]], chunk: int) -> tuple[Cache, Any]:
     """The cache after the prompts, a chunk of all of them at a time, and the next token of each row.
 
     An empty prompt leaves its row as it is.

@@ -14,7 +14,6 @@ which the model takes the logarithm. They train if the padding is a graph of its
 """
 
 import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,11 +108,6 @@ def loss_of(params: Params, batch: Batch, ops: Ops) -> jax.Array:
     return masksafe.mean(errors, where=batch.has_graph)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def value_and_gradients(params: Params, batch: Batch, ops: Ops) -> tuple[jax.Array, Params]:
-    return jax.value_and_grad(loss_of)(params, batch, ops)
-
-
 # Training.
 
 CLEAN, POLLUTED = "masksafe, zeros", "masksafe, garbage"
@@ -127,25 +121,20 @@ RUNS = {
 optimizer = optax.adam(0.02)
 
 
-@jax.jit
-def update(params: Params, state: Any, gradients: Params) -> tuple[Params, Any]:
-    updates, state = optimizer.update(gradients, state)
-    return optax.apply_updates(params, updates), state
+@functools.partial(jax.jit, static_argnums=0)
+def update(ops: Ops, state: tuple[Params, Any], batch: Batch) -> tuple[tuple[Params, Any], jax.Array]:
+    params, of_optimizer = state
+    loss, gradients = jax.value_and_grad(loss_of)(params, batch, ops)
+    updates, of_optimizer = optimizer.update(gradients, of_optimizer)
+    return (optax.apply_updates(params, updates), of_optimizer), loss
 
 
 def train(name: str, batches: list[Batch], console: Console) -> shared.Record:
     ops, padding = RUNS[name]
-    params, generator, losses = make_params(jax.random.key(0)), np.random.default_rng(1), []
-    state = optimizer.init(params)
-    with shared.progress(name, len(batches), console) as advance:
-        for batch in batches:
-            loss, gradients = value_and_gradients(params, fill(batch, padding, generator), OPS[ops])
-            losses.append(float(loss))
-            advance(f"loss {losses[-1]:.3f}")
-            if math.isnan(losses[-1]):
-                break
-            params, state = update(params, state, gradients)
-    return shared.Record(params, losses)
+    params, generator = make_params(jax.random.key(0)), np.random.default_rng(1)
+    filled = (fill(batch, padding, generator) for batch in batches)
+    start, step = (params, optimizer.init(params)), functools.partial(update, OPS[ops])
+    return shared.train(name, start, step, filled, len(batches), console)
 
 
 @jax.jit

@@ -50,9 +50,6 @@ def batches(data: Rows, config: Config) -> Iterator[Rows]:
         yield data[rng.integers(len(data.labels), size=config.batch_size)]
 
 
-# The model.
-
-
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
 
 
@@ -120,9 +117,6 @@ def optax_loss(features: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax
 LOSSES: dict[str, Loss] = {"optax": optax_loss, "masksafe": masksafe_loss}
 
 
-# Training.
-
-
 class State(NamedTuple):
     """The state that a step updates."""
 
@@ -158,34 +152,20 @@ class Trainer:
         return step
 
 
-class History(NamedTuple):
-    """The results of a training run."""
+def train(trainer: Trainer, loss: Loss, data: Rows, held_out: Rows, console: Console) -> shared.Record:
+    """The scores are held-out losses."""
+    config = trainer.config
 
-    params: Any
-    losses: list[float]
-    held_out: list[tuple[int, float]]  # step, loss
-
-
-def train(trainer: Trainer, loss: Loss, data: Rows, held_out: Rows, console: Console) -> History:
-    config, state = trainer.config, trainer.initial_state()
-    step = trainer.make_step(loss)
-    losses, scores = [], []
-
-    def report(number: int) -> None:
+    def score(params: Any) -> float:
         parts = [held_out[i : i + config.batch_size] for i in range(0, len(held_out.labels), config.batch_size)]
-        values, counts = zip(*((float(trainer.evaluate(state.params, p)), unmasked(p)) for p in parts), strict=True)
-        scores.append((number, float(np.average(values, weights=counts))))
-        console.print(f"step {number:4d}  held-out loss {scores[-1][1]:.4f}")
+        values, counts = zip(*((float(trainer.evaluate(params, p)), unmasked(p)) for p in parts), strict=True)
+        mean = float(np.average(values, weights=counts))
+        console.print(f"held-out loss {mean:.4f}")
+        return mean
 
-    report(0)
-    with shared.progress("training", config.steps, console) as advance:
-        for number, batch in zip(range(1, config.steps + 1), batches(data, config), strict=False):
-            state, value = step(state, batch)
-            losses.append(float(value))
-            advance(f"loss {losses[-1]:.3f}")
-            if number % config.evaluate_every == 0 or number == config.steps:
-                report(number)
-    return History(state.params, losses, scores)
+    start, step = trainer.initial_state(), trainer.make_step(loss)
+    drawn = batches(data, config)
+    return shared.train("training", start, step, drawn, config.steps, console, score, config.evaluate_every)
 
 
 def unmasked(rows: Rows) -> int:
@@ -201,10 +181,7 @@ def compare(
 
 
 def main() -> None:
-    arguments, console = (
-        shared.parser_of(__doc__, writes=False, steps=Config.steps).parse_args(),
-        Console(),
-    )
+    arguments, console = shared.parser_of(__doc__, writes=False, steps=Config.steps).parse_args(), Console()
     config = Config(steps=arguments.steps)
     data, held_out, *_ = prepare_data(config)
     console.print(f"{data.labels.size} tokens; {unmasked(data) / data.labels.size:.0%} of these are not masked")

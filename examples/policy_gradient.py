@@ -26,8 +26,8 @@ import numpy as np
 import optax
 import shared
 import train_names
-from names import IGNORED, PAD, START, Params
-from rewards import Prompts, prompts_of, rewards_of
+from names import Params
+from rewards import Batch, Prompts, Sampler, leave_garbage, prompts_of, rewards_of
 from rich.console import Console
 
 import masksafe
@@ -50,35 +50,6 @@ class Config:
     clip: float = 0.2
     kl_weight: float = 0.02
     seed: int = 0
-
-
-class Batch(NamedTuple):
-    """Names in groups, every array `[groups * samples, ...]`."""
-
-    docstrings: jax.Array
-    inputs: jax.Array  # [..., name_length], START, then all but the last character
-    labels: jax.Array  # [..., name_length], the characters and END
-    mask: jax.Array  # [..., name_length], integers: 0 behind END, and in groups without a reward; else 1
-    old_log_probs: jax.Array  # [..., name_length], of the model that sampled
-    ref_log_probs: jax.Array  # [..., name_length], of the model at the start
-    rewards: jax.Array
-
-
-BAD_SHARE = 1 / 100_000  # a handful of batches out of 250, if any
-
-
-def leave_garbage(batch: Batch, generator: np.random.Generator) -> Batch:
-    """Log-probabilities in buffers that nobody cleared: some number in the padding, and once in a while a NaN."""
-
-    def pollute(log_probs: jax.Array) -> np.ndarray:
-        garbage = generator.normal(-3.0, 3.0, log_probs.shape)
-        garbage[generator.random(log_probs.shape) < BAD_SHARE] = np.nan
-        return np.where(batch.mask, log_probs, garbage).astype(np.float32)
-
-    return batch._replace(old_log_probs=pollute(batch.old_log_probs), ref_log_probs=pollute(batch.ref_log_probs))
-
-
-# The losses, of features [rows, name_length, width], the kernel of the output layer, and a batch.
 
 
 class Parts(NamedTuple):
@@ -127,6 +98,7 @@ def usual_loss(features: jax.Array, kernel: jax.Array, batch: Batch, config: Con
     return mean(config.kl_weight * kl - gain), Parts(mean(kl), mean(entropies))
 
 
+# A loss of features [rows, name_length, width], the kernel of the output layer, and a batch.
 Loss = Callable[[jax.Array, jax.Array, Batch, Config], tuple[jax.Array, Parts]]
 RUNS: dict[str, tuple[Loss, bool]] = {  # and whether there is garbage in the padding
     "masksafe, clean": (masksafe_loss, False),
@@ -145,44 +117,12 @@ class Record(NamedTuple):
     has_ended: bool
 
 
-class Trainer:
-    """Samples and updates from the model at the start, which is also what the divergence is from."""
+class Trainer(Sampler):
+    """Updates from the model at the start, which is also what the divergence is from."""
 
     def __init__(self, start: Params, prompts: Prompts, config: Config) -> None:
-        self.start, self.prompts, self.config = start, prompts, config
+        super().__init__(start, prompts, config)
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(config.learning_rate))
-        self.log_probs = jax.jit(self._log_probs)
-
-    def _features(self, params: Params, batch: Batch) -> jax.Array:
-        return names.features_of(params, batch.docstrings, batch.inputs, self.config.model.heads)
-
-    def _log_probs(self, params: Params, batch: Batch) -> jax.Array:
-        options = {"where": batch.mask > 0, "temperature": self.config.temperature}
-        features = self._features(params, batch)
-        return masksafe.losses.linear_log_probs(features, params["logits"], batch.labels, **options)
-
-    def names(self, params: Params, tokens: np.ndarray, key: jax.Array) -> np.ndarray:
-        return np.asarray(names.sample(params, tokens, key, self.config.model.heads, self.config.temperature))
-
-    def draw(self, params: Params, generator: np.random.Generator) -> Batch:
-        """Samples a batch with clean padding.
-
-        A new batch is made in place of writing into one: JAX may read a NumPy array after the call has returned.
-        """
-        config = self.config
-        groups = generator.integers(len(self.prompts.texts), size=config.groups)
-        rows = np.repeat(groups, config.samples)
-        labels = self.names(params, self.prompts.tokens[rows], jax.random.key(generator.integers(2**31)))
-        rewards = rewards_of([self.prompts.texts[row] for row in rows], labels)
-        is_answered = np.repeat(generator.random(config.groups) >= config.unanswered, config.samples)
-        mask = ((labels != IGNORED) & is_answered[:, None]).astype(np.int32)
-        labels = np.where(mask, labels, PAD)
-        inputs = np.insert(labels[:, :-1], 0, START, axis=1)
-        zeros = np.zeros(labels.shape, np.float32)
-        rewards = np.where(is_answered, rewards, 0)
-        batch = Batch(self.prompts.tokens[rows], inputs, labels, mask, zeros, zeros, rewards)
-        old, ref = (np.asarray(self.log_probs(model, batch)) for model in (params, self.start))
-        return batch._replace(old_log_probs=old, ref_log_probs=ref)
 
     def run(self, title: str, console: Console) -> Record:
         """A run of that title, with the same docstrings and the same garbage in every run."""
@@ -190,7 +130,7 @@ class Trainer:
 
         @jax.jit
         def update(params: Params, state: Any, batch: Batch) -> tuple[Params, Any, Parts]:
-            of_batch = lambda params: loss(self._features(params, batch), params["logits"], batch, self.config)  # noqa: E731
+            of_batch = lambda params: loss(self.features(params, batch), params["logits"], batch, self.config)  # noqa: E731
             gradient, parts = jax.grad(of_batch, has_aux=True)(params)
             updates, state = self.optimizer.update(gradient, state)
             return optax.apply_updates(params, updates), state, parts
@@ -214,27 +154,16 @@ class Trainer:
 
 def draw(records: dict[str, Record], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 2), layout="constrained")
-    styles = {
-        "usual formula, clean": ("orange", 3.0),
-        "usual formula, garbage": ("firebrick", 1.2),
-        "masksafe, clean": ("deepskyblue", 3.0),
-        "masksafe, garbage": ("midnightblue", 1.2),
-    }
+    colors, sizes = ("deepskyblue", "midnightblue", "orange", "firebrick"), (3.0, 1.2, 3.0, 1.2)
     window = max(1, max(len(record.rewards) for record in records.values()) // 20)
-    for name, (color, width) in styles.items():
-        record = records[name]
+    for (name, record), color, size in zip(records.items(), colors, sizes, strict=True):
         steps, rewards = shared.smooth(record.rewards, window)
-        left.plot(steps, rewards, color=color, linewidth=width, label=name)
-        if record.has_ended:
-            left.plot(steps[-1], rewards[-1], "X", color=color, markersize=11)
-            note = f"NaN at step {len(record.rewards)}"
-            left.annotate(note, (steps[-1], rewards[-1]), (-10, 8), textcoords="offset points", color=color, ha="right")
-    title = "Names that begin with the docstring's verb"
-    left.set(xlabel="step", ylabel=f"reward (mean of {window} steps)", title=title)
+        steps = steps[-1:] if record.has_ended else steps
+        shared.draw_run(left, name, steps, rewards, has_ended=record.has_ended, color=color, size=size)
+    left.set(xlabel="step", ylabel=f"reward (mean of {window} steps)", title="Names that begin with the verb")
     parts = records["masksafe, clean"].parts
     right.plot(*shared.smooth([p.entropy for p in parts], window), color="seagreen", label="entropy of a character")
-    kl = shared.smooth([p.kl for p in parts], window)
-    right.plot(*kl, color="mediumpurple", label="divergence from the start (KL)")
+    right.plot(*shared.smooth([p.kl for p in parts], window), color="mediumpurple", label="KL from the start")
     right.set(xlabel="step", ylabel="nats per character", title="masksafe: what the reward costs")
     for axis in (left, right):
         axis.set_ylim(bottom=0)
@@ -250,9 +179,7 @@ def main() -> None:
     words = names.count_words(functions[1024:])
     data = [names.tokenise(part, words, config.model) for part in (functions[1024:], functions[:1024])]
     prompts, held_out = prompts_of(functions[1024:], data[0]), prompts_of(functions[:1024], data[1])
-    console.print(
-        f"{len(functions) - 1024} functions, of which the model learns names; {len(prompts.texts)} are prompts"
-    )
+    console.print(f"{len(functions) - 1024} functions to learn names of; {len(prompts.texts)} are prompts")
     start = train_names.train(*data, config.model, console).params
 
     trainer, key = Trainer(start, prompts, config), jax.random.key(config.seed)
@@ -264,11 +191,9 @@ def main() -> None:
     lines = [["before", "0", score(start)]]
     lines += [[name, str(len(r.rewards)), "NaN" if r.has_ended else score(r.params)] for name, r in records.items()]
     shared.show("Fine-tuning", ["", "steps", "reward of held-out docstrings"], lines, console)
-    clean, garbage = records["masksafe, clean"], records["masksafe, garbage"]
-    shared.tell_same(clean[:2], garbage[:2], console)
-    picture = arguments.output / "policy_gradient.png"
-    draw(records, picture)
-    console.print(f"the curves are in {picture}")
+    shared.tell_same(*(records[f"masksafe, {padding}"][:2] for padding in ("clean", "garbage")), console)
+    draw(records, arguments.output / "policy_gradient.png")
+    console.print(f"the curves are in {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -76,11 +76,41 @@ class Record(NamedTuple):
 
     params: Any
     losses: list[float]
-    scores: list[float] | None = None
+    scores: list[tuple[int, float]]  # the number of steps before, and the score
 
     @property
     def has_ended(self) -> bool:
         return math.isnan(self.losses[-1])
+
+
+def train(
+    title: str,
+    state: tuple[Any, ...],
+    update: Callable[..., tuple[Any, jax.Array]],
+    batches: Iterable[Any],
+    number: int,
+    console: Console,
+    score: Callable[[Any], float] | None = None,
+    every: int = 1,
+) -> Record:
+    """Updates the state, whose first part are the parameters, with so many batches, and scores them now and then."""
+    record = Record(state[0], [], [])
+
+    def report(step: int) -> None:
+        if score:
+            record.scores.append((step, score(state[0])))
+
+    with progress(title, number, console) as advance:
+        for step, batch in zip(range(number), batches, strict=False):
+            if step % every == 0:
+                report(step)
+            state, loss = update(state, batch)
+            record.losses.append(float(loss))
+            advance(f"loss {record.losses[-1]:.3f}")
+            if record.has_ended:
+                return record._replace(params=state[0])
+    report(number)
+    return record._replace(params=state[0])
 
 
 def tell_same(clean: Any, garbage: Any, console: Console) -> None:

@@ -7,7 +7,7 @@ names have different lengths, and most functions have no docstring at all, so th
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import names
@@ -33,49 +33,32 @@ def batches(data: Functions, config: Config) -> Iterator[Functions]:
         yield data.rows(rng.integers(len(data.labels), size=config.batch_size))
 
 
-class History(NamedTuple):
-    """The results of a training run."""
-
-    params: Params
-    losses: list[float]
-    held_out: list[tuple[int, float]]  # step, loss
-
-
-def train(data: Functions, held_out: Functions, config: Config, console: Console) -> History:
+def train(data: Functions, held_out: Functions, config: Config, console: Console) -> shared.Record:
+    """The scores are held-out losses."""
     warmup = min(50, config.steps // 2)
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, config.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     evaluate = jax.jit(lambda params, batch: loss_of(params, batch, config.heads))
 
     @jax.jit
-    def train_step(params: Params, state: Any, batch: Functions) -> tuple[Params, Any, jax.Array]:
+    def train_step(state: tuple[Params, Any], batch: Functions) -> tuple[tuple[Params, Any], jax.Array]:
+        params, of_optimizer = state
         value, gradient = jax.value_and_grad(loss_of)(params, batch, config.heads)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, value
+        updates, of_optimizer = optimizer.update(gradient, of_optimizer, params)
+        return (optax.apply_updates(params, updates), of_optimizer), value
 
-    params, losses, scores = names.init_params(config), [], []
-    state = optimizer.init(params)
+    def score(params: Params) -> float:
+        loss = float(evaluate(params, held_out))
+        console.print(f"held-out loss {loss:.4f}")
+        return loss
 
-    def report(step: int) -> None:
-        scores.append((step, float(evaluate(params, held_out))))
-        console.print(f"step {step:4d}  held-out loss {scores[-1][1]:.4f}")
-
-    report(0)
-    with shared.progress("training", config.steps, console) as advance:
-        for step, batch in enumerate(batches(data, config), start=1):
-            params, state, value = train_step(params, state, batch)
-            losses.append(float(value))
-            advance(f"loss {losses[-1]:.3f}")
-            if step % config.evaluate_every == 0 or step == config.steps:
-                report(step)
-    return History(params, losses, scores)
+    params, drawn = names.init_params(config), batches(data, config)
+    start = params, optimizer.init(params)
+    return shared.train("training", start, train_step, drawn, config.steps, console, score, config.evaluate_every)
 
 
 def main() -> None:
-    arguments, console = (
-        shared.parser_of(__doc__, writes=False, steps=Config.steps).parse_args(),
-        Console(),
-    )
+    arguments, console = shared.parser_of(__doc__, writes=False, steps=Config.steps).parse_args(), Console()
     config = Config(steps=arguments.steps)
     functions = names.read_functions()
     np.random.default_rng(config.seed).shuffle(functions)

@@ -14,31 +14,18 @@ functions that are not trained on, find their name among a thousand, and what me
 """
 
 import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import bags
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import shared
-from bags import (
-    FEATURES,
-    GARBAGE,
-    LAST_ROW,
-    ZEROS,
-    Batch,
-    Pairs,
-    Texts,
-    draw_batches,
-    hold_out,
-    make_batch,
-    make_pairs,
-    select_functions,
-)
+from bags import FEATURES, GARBAGE, LAST_ROW, ZEROS, Batch, Pairs, Texts
 from names import read_functions
 from rich.console import Console
 
@@ -52,24 +39,20 @@ MEASURED = 4096  # rows
 Params = dict[str, jax.Array]
 
 
-# The losses, of embeddings x and y [N, WIDTH] and the scale of their cosines.
-
-
-def masksafe_loss(x: jax.Array, y: jax.Array, scale: jax.Array, where: jax.Array, ids: jax.Array) -> jax.Array:
+def masksafe_loss(x: jax.Array, y: jax.Array, scale: jax.Array, where: jax.Array, ids: Any) -> jax.Array:
     return masksafe.losses.info_nce_loss(x, y, scale=scale, where=where, ids=ids)
 
 
-def clip_loss(x: jax.Array, y: jax.Array, scale: jax.Array, where: jax.Array, ids: jax.Array) -> jax.Array:
+def clip_loss(x: jax.Array, y: jax.Array, scale: jax.Array, where: jax.Array, ids: Any) -> jax.Array:
     """CLIP's formula as it is usually written."""
     logits, labels = scale * x @ y.T, jnp.arange(len(x))
     loss = optax.softmax_cross_entropy_with_integer_labels
     return (loss(logits, labels).mean() + loss(logits.T, labels).mean()) / 2
 
 
-# The towers, with masksafe and with the usual formulas.
-
-
 class Ops(NamedTuple):
+    """What both towers and the loss, of embeddings [N, WIDTH] and the scale of their cosines, are made of."""
+
     average: Callable[..., jax.Array]
     normalize: Callable[..., jax.Array]
     loss: Callable[..., jax.Array]
@@ -85,27 +68,21 @@ def usual_average(vectors: jax.Array, weights: jax.Array, lengths: jax.Array) ->
     return jnp.sum(vectors * weights[..., None], 1) / jnp.maximum(jnp.sum(weights, 1), 1e-6)[:, None]
 
 
-def usual_normalize(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.sum(x**2, 1, keepdims=True) + 1e-12)
-
-
 MASKSAFE, CLIP = "masksafe", "CLIP's formula"
 OPS = {
     MASKSAFE: Ops(masksafe_average, masksafe.l2_normalize, masksafe_loss),
-    CLIP: Ops(usual_average, usual_normalize, clip_loss),
+    CLIP: Ops(usual_average, lambda x: x * jax.lax.rsqrt(jnp.sum(x**2, 1, keepdims=True) + 1e-12), clip_loss),
 }
 
 
 def make_params(key: jax.Array) -> Params:
-    table, docstring, name = jax.random.split(key, 3)
-    return {
-        "table": jax.random.normal(table, (FEATURES, WIDTH)),
-        "docstring": jax.random.normal(docstring, (WIDTH, WIDTH)) / WIDTH**0.5,
-        "docstring bias": jnp.zeros(WIDTH),
-        "name": jax.random.normal(name, (WIDTH, WIDTH)) / WIDTH**0.5,
-        "name bias": jnp.zeros(WIDTH),
-        "log scale": jnp.log(10.0),
+    table, *towers = jax.random.split(key, 3)
+    kernels = {
+        name: jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5
+        for name, key in zip(("docstring", "name"), towers, strict=True)
     }
+    biases = {f"{name} bias": jnp.zeros(WIDTH) for name in kernels}
+    return kernels | biases | {"table": jax.random.normal(table, (FEATURES, WIDTH)), "log scale": jnp.log(10.0)}
 
 
 def embed(params: Params, pairs: Pairs, ops: Ops) -> tuple[jax.Array, jax.Array]:
@@ -123,8 +100,6 @@ def loss_of(params: Params, batch: Batch, ops: Ops) -> jax.Array:
     return ops.loss(*embed(params, batch.pairs, ops), scale, batch.where, batch.pairs.ids)
 
 
-# Training.
-
 CLEAN, POLLUTED, REPEATED = "masksafe, zeros", "masksafe, garbage", "CLIP's formula, the last row again"
 RUNS = {
     CLEAN: (MASKSAFE, ZEROS),
@@ -136,11 +111,12 @@ RUNS = {
 optimizer = optax.adam(0.003)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def train_step(params: Params, state: Any, batch: Batch, ops: Ops) -> tuple[Params, Any, jax.Array]:
+@functools.partial(jax.jit, static_argnums=0)
+def update(ops: Ops, state: tuple[Params, Any], batch: Batch) -> tuple[tuple[Params, Any], jax.Array]:
+    params, of_optimizer = state
     loss, gradients = jax.value_and_grad(loss_of)(params, batch, ops)
-    updates, state = optimizer.update(gradients, state)
-    return optax.apply_updates(params, updates), state, loss
+    updates, of_optimizer = optimizer.update(gradients, of_optimizer)
+    return (optax.apply_updates(params, updates), of_optimizer), loss
 
 
 @jax.jit
@@ -160,21 +136,11 @@ def train(name: str, pairs: Pairs, held_out: Pairs, epochs: int, console: Consol
     """All runs draw the same batches."""
     ops, padding = RUNS[name]
     params, of_padding = make_params(jax.random.key(0)), np.random.default_rng(2)
-    state, losses, scores = optimizer.init(params), [], []
-    batches = list(draw_batches(pairs, epochs, np.random.default_rng(1)))
-    with shared.progress(name, len(batches), console) as advance:
-        for step, index in enumerate(batches):
-            if step % EVALUATE_EVERY == 0:
-                scores.append(recall(params, held_out))
-            params, state, loss = train_step(params, state, make_batch(pairs, index, padding, of_padding), OPS[ops])
-            losses.append(float(loss))
-            advance(f"loss {losses[-1]:.3f}")
-            if math.isnan(losses[-1]):
-                return shared.Record(params, losses, scores)
-    return shared.Record(params, losses, [*scores, recall(params, held_out)])
-
-
-# Costs, a table and the picture.
+    drawn = list(bags.draw_batches(pairs, epochs, np.random.default_rng(1)))
+    batches = (bags.make_batch(pairs, index, padding, of_padding) for index in drawn)
+    start, step = (params, optimizer.init(params)), functools.partial(update, OPS[ops])
+    score = lambda params: recall(params, held_out)  # noqa: E731
+    return shared.train(name, start, step, batches, len(drawn), console, score, EVALUATE_EVERY)
 
 
 def measure(rows: int, width: int = 256, rounds: int = 5) -> dict[str, shared.Cost]:
@@ -182,11 +148,8 @@ def measure(rows: int, width: int = 256, rounds: int = 5) -> dict[str, shared.Co
     x, noise = np.random.default_rng(0).normal(size=(2, rows, width))
     pair = ((z / np.linalg.norm(z, axis=1, keepdims=True)).astype(np.float32) for z in (x, x + 2 * noise))
     where = np.arange(rows) < 5 * rows // 8
-    losses = {
-        MASKSAFE: lambda x, y, s: masksafe.losses.info_nce_loss(x, y, scale=s, where=where),
-        CLIP: lambda x, y, s: clip_loss(x, y, s, where, where),
-    }
-    functions = {name: jax.value_and_grad(loss, (0, 1, 2)) for name, loss in losses.items()}
+    of = lambda ops: jax.value_and_grad(lambda x, y, scale: ops.loss(x, y, scale, where, None), (0, 1, 2))  # noqa: E731
+    functions = {name: of(ops) for name, ops in OPS.items()}
     return shared.costs_of(functions, jax.device_put((*pair, np.float32(20))), rounds)
 
 
@@ -195,12 +158,12 @@ def draw(records: dict[str, shared.Record], costs: dict[str, shared.Cost], path:
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 6), width_ratios=(5, 2), layout="constrained")
         colors, sizes = ("deepskyblue", "midnightblue", "orange", "firebrick", "black"), (8, 3, 3, 3, 12)
         for (name, record), color, size in zip(records.items(), colors, sizes, strict=True):
-            steps = [*range(0, len(record.losses), EVALUATE_EVERY), len(record.losses)]
-            steps = steps[-1:] if record.has_ended else steps
-            percent = 100 * np.array(record.scores[-len(steps) :])
-            shared.draw_run(left, name, steps, percent, has_ended=record.has_ended, color=color, size=size)
-        left.set(xlabel="step", ylabel="recall@1 (%)", title="Docstrings that find their name")
-        left.set_ylim(bottom=-1)
+            last = [(len(record.losses), record.scores[-1][1])]
+            steps, recalls = zip(*(last if record.has_ended else record.scores), strict=True)
+            shared.draw_run(
+                left, name, steps, 100 * np.array(recalls), has_ended=record.has_ended, color=color, size=size
+            )
+        left.set(xlabel="step", ylabel="recall@1 (%)", title="Docstrings that find their name", ylim=(-1, None))
         left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), title="loss, and what the padding holds")
         mebibytes = [cost.temporary_bytes / 2**20 for cost in costs.values()]
         bars = right.bar([name.replace(" ", "\n") for name in costs], mebibytes, color=("deepskyblue", "lightgrey"))
@@ -211,28 +174,25 @@ def draw(records: dict[str, shared.Record], costs: dict[str, shared.Cost], path:
 
 def main() -> None:
     arguments, console = shared.parser_of(__doc__, epochs=10).parse_args(), Console(soft_wrap=True)
-    functions = select_functions(read_functions())
-    everything = make_pairs(functions)
-    for_training, for_tests = hold_out(everything, HELD_OUT, np.random.default_rng(0))
-    pairs, held_out = everything.rows(for_training), everything.rows(for_tests)
+    everything = bags.make_pairs(functions := bags.select_functions(read_functions()))
+    for_training, for_tests = bags.hold_out(everything, HELD_OUT, np.random.default_rng(0))
+    pairs, held_out = map(everything.rows, (for_training, for_tests))
     console.print(f"{len(for_training)} functions to train on, {len(for_tests)} to find")
     records = {name: train(name, pairs, held_out, arguments.epochs, console) for name in RUNS}
-    found = lambda record: "NaN" if record.has_ended else f"{record.scores[-1]:.3f}"  # noqa: E731
+    found = lambda record: "NaN" if record.has_ended else f"{record.scores[-1][1]:.3f}"  # noqa: E731
     lines = ([name, str(len(record.losses)), found(record)] for name, record in records.items())
     shared.show("Docstrings that find their name", ["", "steps", "recall@1"], lines, console)
-    clean = records[CLEAN]
-    shared.tell_same(clean, records[POLLUTED], console)
+    shared.tell_same(records[CLEAN], records[POLLUTED], console)
     functions = [functions[i] for i in for_tests]
-    nearest = np.argsort(-np.asarray(cosines(clean.params, held_out)), 1)[:, :3]
+    nearest = np.argsort(-np.asarray(cosines(records[CLEAN].params, held_out)), 1)[:, :3]
     short = [i for i, (docstring, _) in enumerate(functions) if len(docstring) < 60 and docstring.endswith(".")][:8]
     lines = ([*functions[i], ", ".join(functions[j][1] for j in nearest[i])] for i in short)
     shared.show("Functions that are not trained on", ["docstring", "name", "the nearest"], lines, console)
 
     costs = measure(MEASURED)
     shared.show_costs({f"{MEASURED} rows": costs}, "The loss and its gradient, of 256 columns", console)
-    picture = arguments.output / "two_towers.png"
-    draw(records, costs, picture)
-    console.print(f"recall and memory are in {picture}")
+    draw(records, costs, arguments.output / "two_towers.png")
+    console.print(f"recall and memory are in {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
 """How far results are from float64: every op and its peer, in three dtypes, over short and long rows, and far from 0.
 
-    python examples/benchmarks/accuracy.py              # ten minutes on two cores
-    python examples/benchmarks/accuracy.py --quick      # short rows in float32; writes nothing
+    python examples/benchmarks/accuracy.py              # ten minutes on two cores; --only softmax for one op
+    python examples/benchmarks/accuracy.py --quick      # one case of each op; writes nothing
     python examples/benchmarks/accuracy.py --plot-only  # the page from the CSV
 
 An error is the largest of an array, in units of the array's largest number and of the epsilon of the inputs' dtype. The
 reference is masksafe in float64, which tests/contract/test_precision.py holds to the definitions.
 """
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import attention
@@ -25,23 +23,10 @@ import normalization
 import numpy as np
 import segments
 import sweep
-from command import rows_of_all, tell
-from compiled import PEERS
-from measure import Case, Row, cases_of, is_installed, random_normal, row_of, with_gradient
-from results import (
-    DOCS,
-    NOTHING,
-    Pair,
-    as_markdown,
-    csv_of,
-    environment,
-    fill_pages,
-    grouped,
-    pairs,
-    read_csv,
-    write_csv,
-)
-from rich.console import Console
+from command import parser_of, run
+from compiled import compiled_candidates
+from measure import Case, Row, cases_of, random_normal, row_of, with_gradient
+from results import NOTHING, Pair, as_markdown, csv_of, environment, fill_pages, grouped, pairs, read_csv
 
 SHAPES = {"short": (256, 64), "long": (4, 32768), "offset": (64, 1024)}  # rows, and the elements of each
 OFFSET = 1e4  # of numbers with a deviation of 1; 16 bits would not tell them apart
@@ -82,7 +67,7 @@ def cases() -> list[Case]:
 def rows_of(benchmark: str, case: Case) -> Iterator[Row]:
     """The errors of each candidate in each dtype, for the same arguments and cotangents."""
     work = case.prepare()
-    names = [name for name in work.functions if name == "masksafe" or (name in PEERS and is_installed(name))]
+    names = compiled_candidates(work)
     jitted = {name: jax.jit(with_gradient(work.functions[name], work.leaves)) for name in names}
     first, *others = work.args
     args = (first + OFFSET if case.size == "offset" else first, *others)
@@ -93,15 +78,14 @@ def rows_of(benchmark: str, case: Case) -> Iterator[Row]:
             continue
         given = in_dtype(dtype, (cotangents, *args))
         with jax.enable_x64(True):
-            wide = {name: run(jitted[name], work.functions[name], in_dtype("float64", given)) for name in names}
+            wide = {name: results_of(jitted[name], work.functions[name], in_dtype("float64", given)) for name in names}
         for name in names:
-            found = run(jitted[name], work.functions[name], given)
+            found = results_of(jitted[name], work.functions[name], given)
             for what, *of in zip(("value", "gradient"), found, wide["masksafe"], wide[name], strict=True):
                 is_same = largest_error(of[2], of[1]) < SAME
                 error = largest_error(of[0], of[1]) / float(jnp.finfo(dtype).eps) if is_same else OTHER_FORMULA
                 named = dataclasses.replace(case, dtype=dtype)
                 yield row_of(benchmark, named, what, name, error=float(f"{error:.3g}"))
-    jax.clear_caches()
 
 
 def dtypes_of(name: str) -> tuple[str, ...]:
@@ -114,7 +98,7 @@ def in_dtype(dtype: str, tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-def run(jitted: Any, fn: Any, given: tuple[Any, ...]) -> Any:
+def results_of(jitted: Any, fn: Any, given: tuple[Any, ...]) -> Any:
     """The value, and the gradient for cotangents of the dtypes of the outputs."""
     cotangents = jax.tree.map(lambda x, of: x.astype(of.dtype), given[0], jax.eval_shape(fn, *given[1:]))
     return jax.device_get(jitted(cotangents, *given[1:]))
@@ -154,8 +138,8 @@ def number(error: float) -> str:
     return "other formula" if error == OTHER_FORMULA else f"{error:.2g}"
 
 
-def section(docs: Path) -> str:
-    rows = read_csv(csv_of("accuracy", docs))
+def section() -> str:
+    rows = read_csv(csv_of("accuracy"))
     both = [(pair.row, pair.peer) for pair in pairs(rows)]
     counts = len(both), sum(is_worse(*of) for of in both), sum(is_worse(peer, row) for row, peer in both)
     told = (
@@ -166,23 +150,14 @@ def section(docs: Path) -> str:
     return "\n\n".join([f"Measured {environment(rows)}.", told, table(rows), link])
 
 
+def publish() -> None:
+    fill_pages({"accuracy": section()})
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short rows; writes nothing")
-    parser.add_argument("--only", action="append", help="an op; may be given again; the others are kept")
-    parser.add_argument("--plot-only", action="store_true", help="measure nothing: the page from the CSV")
-    options, console, path = parser.parse_args(arguments), Console(), csv_of("accuracy", DOCS)
-    chosen = [case for case in cases() if case.work in (options.only or [case.work])]
-    chosen = [case for case in chosen if not options.quick or case.size == "short"]
-    measure = [] if options.plot_only else [("accuracy", case) for case in chosen]
-    rows, failures = rows_of_all(measure, rows_of, "Accuracy", console)
-    if options.quick:
-        console.print(table(rows), markup=False, soft_wrap=True)
-    else:
-        kept = [row for row in read_csv(path) if row.work not in {row.work for row in rows}]
-        write_csv(path, sorted([*kept, *rows], key=lambda row: row.work.lower()), ("eager",))
-        fill_pages(DOCS, {"accuracy": section(DOCS)})
-    tell(failures)
+    every = [("accuracy", case) for case in sorted(cases(), key=lambda case: case.work.lower())]
+    options = parser_of().parse_args(arguments)
+    run(options, "Accuracy", every, rows_of, table, csv_of("accuracy"), publish, ("eager",))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ python examples/benchmarks/all.py                    # some forty minutes on two
 python examples/benchmarks/all.py --only attention --only losses
 python examples/benchmarks/all.py --oldest           # with the oldest jax: CSVs in docs/benchmarks/jax-0.10
 python examples/benchmarks/all.py --plot-only        # all pictures and tables again from the CSVs of both
-python examples/benchmarks/all.py --quick            # a smoke run, into examples/output/benchmarks
+python examples/benchmarks/all.py --quick            # a smoke run, which writes nothing
 """
 
 import importlib
-from pathlib import Path
+from collections.abc import Sequence
 
 import attention
 import formulas
@@ -18,24 +18,22 @@ import normalization
 import segments
 import steps
 from command import main, publish
-from results import csv_of, fill_pages
+from measure import Benchmark
 
 MODULES = losses, linear, attention, normalization, formulas, segments, steps
 BENCHMARKS = [benchmark for module in MODULES for benchmark in module.BENCHMARKS]
 
 
-def publish_others(docs: Path) -> None:
-    """What the programs measure that are run by themselves, imported late: one of them sets the number of devices."""
-    accuracy, compiled, meshes, sweep = map(importlib.import_module, ("accuracy", "compiled", "meshes", "sweep"))
-    publish(meshes.BENCHMARKS, docs)
-    if csv_of("sweep", docs).exists():
-        fill_pages(docs, {"sweep": sweep.section_of(docs)})
-    if csv_of("accuracy", docs).exists():
-        fill_pages(docs, {"accuracy": accuracy.section(docs)})
+def publish_all(benchmarks: Sequence[Benchmark]) -> None:
+    """What other programs measure too, imported late: one of them sets the number of devices."""
+    names = "accuracy", "compiled", "exchanges", "meshes", "sweep"
+    accuracy, compiled, exchanges, meshes, sweep = map(importlib.import_module, names)
+    publish([*benchmarks, *meshes.BENCHMARKS])
+    for module in (accuracy, exchanges, sweep):
+        module.publish()
     for target in compiled.PLACES:
-        if compiled.csv_of(target, docs).exists():
-            compiled.publish(target, docs)
+        compiled.publish(target)
 
 
 if __name__ == "__main__":
-    main(BENCHMARKS, others=publish_others)
+    main(BENCHMARKS, publish_all=publish_all)

@@ -10,14 +10,10 @@ With `--target cpu`, for which nothing has to be installed, it counts how large 
 to compile; `operations.py` says how.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib.metadata
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import attention
@@ -29,29 +25,12 @@ import normalization
 import operations
 import results
 import segments
-from command import rows_of_all
+from command import parser_of, run
 from hlo import UNKNOWN_TRIPS
 from measure import GRADIENT, PASSES, Case, Row, Work, by_x, cases_of, grid_of, is_installed, row_of, with_gradient
 from plots import draw_programs
 from programs import TARGETS, Program, compile_for
-from results import (
-    DOCS,
-    MIB,
-    PAGES,
-    PICTURES,
-    Pair,
-    as_markdown,
-    environment,
-    fill_pages,
-    grouped,
-    mean,
-    number,
-    pairs,
-    ratio_text,
-    read_csv,
-    write_csv,
-)
-from rich.console import Console
+from results import MIB, Pair, as_markdown, csv_of, environment, fill_pages, grouped, mean, pairs, ratio_text, read_csv
 
 DTYPES = ("float32", "bfloat16")
 NO_SIZE = 2**16  # bytes: what is smaller is not worth a ratio
@@ -207,8 +186,11 @@ def compile_case(case: Case, name: str, what: str, target: str) -> Program:
 
 
 def candidates(case: Case) -> list[str]:
-    names = shapes_of(case.prepare).functions
-    return [name for name in names if name == "masksafe" or (name in PEERS and is_installed(name))]
+    return compiled_candidates(shapes_of(case.prepare))
+
+
+def compiled_candidates(work: Work) -> list[str]:
+    return [name for name in work.functions if name == "masksafe" or (name in PEERS and is_installed(name))]
 
 
 def rows_of(benchmark: str, case: Case, target: str, passes: Sequence[str] = PASSES) -> Iterator[Row]:
@@ -235,7 +217,7 @@ def sizes_of(benchmark: str, case: Case, passes: Sequence[str] = PASSES) -> Iter
 
 
 def mib(n: float) -> str:
-    return number(n / MIB) if n >= NO_SIZE else "0"
+    return results.number(n / MIB) if n >= NO_SIZE else "0"
 
 
 HEADER = ["op", "against", "what", "bytes: mean ratio", "the worst", "of", "launches", "temporaries, MiB"]
@@ -286,79 +268,39 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n\n".join([f"{text}. These are of:", as_markdown(header_of(found), lines), link])
 
 
-def csv_of(target: str, docs: Path) -> Path:
-    return results.csv_of(f"compiled/{target}", docs)
-
-
-def publish(target: str, docs: Path) -> None:
+def publish(target: str) -> None:
     """The picture, and for a target of the page its table, from the CSV."""
-    rows = read_csv(csv_of(target, docs))
+    rows = read_csv(csv_of(f"compiled/{target}"))
     if target == SIZES_ON:
-        return fill_pages(docs, {PLACES[target]: operations.summary(rows)})
-    picture = PICTURES / f"compiled_{target}.png"
-    draw_programs(pairs(rows), docs / picture)
+        return fill_pages({PLACES[target]: operations.summary(rows)})
+    draw_programs(pairs(rows), results.picture_of(f"compiled_{target}"))
     if target in PLACES:
-        image = f"![Ratios of bytes moved on a {target}](../{picture})"
-        fill_pages(docs, {PLACES[target]: "\n\n".join([f"Compiled {environment(rows)}.", image, summary(rows)])})
+        image = f"![Ratios of bytes moved on a {target}](../{results.PICTURES}/compiled_{target}.png)"
+        fill_pages({PLACES[target]: "\n\n".join([f"Compiled {environment(rows)}.", image, summary(rows)])})
 
 
-# The command line
-
-
-def table_of(rows: Sequence[Row], target: str) -> str:
-    """A line for each op, of the terminal, where bold says nothing."""
+def table(rows: Sequence[Row]) -> str:
+    """A line for each op."""
     found = pairs(rows)
-    if target == SIZES_ON:
-        table = as_markdown(operations.HEADER, operations.lines_of(operations.sorted_pairs(rows)))
-    else:
-        table = as_markdown(header_of(found), lines_of_ops(found))
-    return table.replace("**", "")
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=TARGETS, default="h100", help="default: %(default)s")
-    parser.add_argument("--plot-only", action="store_true", help="compile nothing: picture and page from the CSV")
-    return with_choice(parser).parse_args(arguments)
-
-
-def with_choice(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The parser with the options of cases, and of where results go."""
-    parser.add_argument("--only", action="append", help="a benchmark or an op; may be given again; default: all")
-    parser.add_argument("--quick", action="store_true", help="one case of each op; writes nothing")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="where results go; default: docs")
-    return parser
-
-
-def chosen(cases: Sequence[tuple[str, Case]], options: argparse.Namespace) -> list[tuple[str, Case]]:
-    if options.only:
-        cases = [(name, case) for name, case in cases if {name, case.work} & set(options.only)]
-    return list({case.work: (name, case) for name, case in reversed(cases)}.values()) if options.quick else list(cases)
+    if hasattr(rows[0], "operations"):
+        return as_markdown(operations.HEADER, operations.lines_of(operations.sorted_pairs(rows)))
+    return as_markdown(header_of(found), lines_of_ops(found))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    console, options = Console(), parse(arguments)
-    target, counts_sizes = TARGETS[options.target], options.target == SIZES_ON
+    parser = parser_of()
+    parser.add_argument("--target", choices=TARGETS, default="h100", help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    target, counts_sizes, passes = options.target, options.target == SIZES_ON, PASSES[options.quick :]
     if not options.plot_only:
-        if not target.is_installed:
-            sys.exit(f"{target.name}: {target.module} is not installed: {target.install}")
-        passes = (GRADIENT,) if options.quick else PASSES
+        TARGETS[target].check()
 
-        def found_of(name: str, case: Case) -> Iterator[Row]:
-            yield from sizes_of(name, case, passes) if counts_sizes else rows_of(name, case, target.name, passes)
-            jax.clear_caches()
+    def found_of(name: str, case: Case) -> Iterator[Row]:
+        return sizes_of(name, case, passes) if counts_sizes else rows_of(name, case, target, passes)
 
-        cases = [(name, case) for name, of in (on_cpu() if counts_sizes else benchmarks()).items() for case in of]
-        rows, failures = rows_of_all(chosen(cases, options), found_of, f"Compiling for {target.name}", console)
-        console.print(table_of(rows, target.name), markup=False, soft_wrap=True)
-        if failures:
-            console.print("These cases failed:", *failures, sep="\n", markup=False)
-        if options.quick or options.only:
-            return
-        without = ["eager"] if counts_sizes else ["size", "eager", "machine", "python"]
-        write_csv(csv_of(target.name, options.docs), rows, without)
-    publish(target.name, options.docs)
-    console.print(f"What was found is in {os.path.relpath(options.docs)}: the CSV, its picture if any, and {PAGES}.")
+    cases = [(name, case) for name, of in (on_cpu() if counts_sizes else benchmarks()).items() for case in of]
+    path, without = csv_of(f"compiled/{target}"), ["eager"] if counts_sizes else ["size", "eager", "machine", "python"]
+    run(options, f"Compiling for {target}", cases, found_of, table, path, lambda: publish(target), without)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ features with 8 devices as with 256, so that the table tells what grows with the
 the target (`pip install ".[gpu-compile]"` or `".[tpu-compile]"`); with `JAX_PLATFORMS=cpu` JAX looks for no device.
 """
 
-import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,18 +18,17 @@ import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command import progress
+from command import console, parser_of, progress
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from measure import GRADIENT, PASSES, VALUE, Row, environment_now, with_gradient
 from programs import TARGETS, Program, compile_for, devices
-from results import DOCS, MIB, as_markdown, csv_of, environment, fill_pages, number, read_csv, write_csv
-from rich.console import Console
+from results import MIB, as_markdown, csv_of, environment, fill_pages, number, read_csv, write_csv
 
 import masksafe
 from masksafe import losses
 
-TABLE = csv_of("compiled/exchanges", DOCS)
+TABLE = csv_of("compiled/exchanges")
 NUMBERS = {"h100": 8, "v5e": 256}
 F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
 WHOLE, D, SECOND = P(), P("d"), P(None, "d")
@@ -186,24 +184,28 @@ def table(rows: Sequence[Row]) -> str:
     return f"Compiled {environment(rows)}.\n\n{found}"
 
 
+def publish() -> None:
+    fill_pages({"exchanges": table(read_csv(TABLE))})
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of([op.name for op in OPS])
     parser.add_argument("--target", choices=NUMBERS, action="append", help="may be given again; default: both")
-    parser.add_argument("--plot-only", action="store_true", help="compile nothing: the page from the CSV")
-    arguments, console, rows = parser.parse_args(), Console(), read_csv(TABLE)
-    if not arguments.plot_only:
-        for target in arguments.target or NUMBERS:
-            if not TARGETS[target].is_installed:
-                raise SystemExit(f"{target}: {TARGETS[target].module} is not installed: {TARGETS[target].install}")
+    options, rows = parser.parse_args(), read_csv(TABLE)
+    if not options.plot_only:
+        ops = [op for op in OPS if op.name in (options.only or [op.name])][: 1 if options.quick else None]
+        for target in options.target or NUMBERS:
+            TARGETS[target].check()
             rows = [row for row in rows if row.target != target]
-            with progress(f"Compiling for {NUMBERS[target]} {target}", len(OPS), console) as advance:
-                for op in OPS:
+            with progress(f"Compiling for {NUMBERS[target]} {target}", len(ops), console) as advance:
+                for op in ops:
                     rows += rows_of(op, target, NUMBERS[target])
                     jax.clear_caches()
                     advance(op.name)
+    console.print(table(rows), markup=False)
+    if not options.quick and not options.only:
         write_csv(TABLE, rows, ["machine", "python"])
-    fill_pages(DOCS, {"exchanges": table(rows)})
-    console.print(table(rows), markup=False, soft_wrap=True)
+        publish()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every op against its peer on the GPU that is there: times, and how much of the hardware they use.
 
-    python examples/benchmarks/gpu.py [--only NAME] [--minutes 8] [--quick]
+    python examples/benchmarks/gpu.py [--only NAME] [--minutes 8] [--quick] [--plot-only]
 
 The cases are those that `compiled.py` compiles, in bfloat16, with and without a mask. Of each the table has the time,
 and its share of what is possible: for attention cuDNN's time by jax.nn in units of it, for all others the time in which
@@ -10,8 +10,6 @@ linear layer, that is no bound, and the ratio to the peer says more.
 It takes at most `--minutes`: cases that are left over then are named. It loads nothing from a network.
 """
 
-import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from command import rows_of_all
-from compiled import PEERS, benchmarks, chosen, of_both, with_choice
-from measure import GRADIENT, Case, Row, Timing, is_installed, measure, milliseconds, pulled_back, row_of
-from results import NOTHING, as_markdown, csv_of, grouped, number, pairs, ratio_text, write_csv
-from rich.console import Console
+from command import console, parser_of, run
+from compiled import benchmarks, compiled_candidates, of_both
+from measure import GRADIENT, Case, Row, Timing, measure, milliseconds, pulled_back, row_of
+from results import NOTHING, as_markdown, csv_of, grouped, number, pairs, ratio_text
 
 COPIED_BYTES = 2**30
 SECONDS = 0.02  # that the calls of one timing take, so that they hide what it costs to launch them
@@ -81,10 +78,9 @@ def rows_of(benchmark: str, case: Case, bandwidth: float, end: float) -> Iterato
     if time.monotonic() > end:
         raise TimeoutError("no time was left")
     work = case.prepare()
-    names = [name for name in work.functions if name == "masksafe" or (name in PEERS and is_installed(name))]
     for what in case.passes:
         candidates = {}
-        for name in names:
+        for name in compiled_candidates(work):
             fn, args = work.functions[name], work.args
             candidates[name] = Queued(*(pulled_back(fn, args, work.leaves) if what == GRADIENT else (fn, args)))
         for name, timing in times_of(candidates).items():
@@ -92,7 +88,6 @@ def rows_of(benchmark: str, case: Case, bandwidth: float, end: float) -> Iterato
             figures = {"bytes": moved, "copy_ms": float(f"{1e3 * moved / bandwidth:.4g}")}
             device = jax.devices()[0].device_kind
             yield row_of(benchmark, case, what, name, **milliseconds(timing), **figures, device=device)
-    jax.clear_caches()
 
 
 def share(row: Row, rows: Sequence[Row]) -> str:
@@ -118,24 +113,21 @@ def lines_of(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of()
     parser.add_argument("--minutes", type=float, default=8, help="at most; default: %(default)s")
-    options = with_choice(parser).parse_args(arguments)
-    end, device = time.monotonic() + 60 * options.minutes, jax.devices()[0]
-    if device.platform not in ("gpu", "cuda", "rocm"):
-        sys.exit(f"gpu.py needs a GPU, and JAX's default device is {device}: install jax[cuda12], or see compiled.py")
-    console = Console()
-    bandwidth = bytes_per_second()
-    console.print(f"{device.device_kind}: {bandwidth / 1e9:.0f} GB/s in a copy")
+    options, device, bandwidth = parser.parse_args(arguments), jax.devices()[0], 0.0
+    end = time.monotonic() + 60 * options.minutes
+    if not options.plot_only:
+        if device.platform not in ("gpu", "cuda", "rocm"):
+            sys.exit(
+                f"gpu.py needs a GPU, and JAX's default device is {device}: install jax[cuda12], or see compiled.py"
+            )
+        bandwidth = bytes_per_second()
+        console.print(f"{device.device_kind}: {bandwidth / 1e9:.0f} GB/s in a copy")
     timed = lambda name, case: rows_of(name, case, bandwidth, end)  # noqa: E731
-    rows, failures = rows_of_all(chosen(cases(), options), timed, "Timing", console)
-    console.print(as_markdown(HEADER, lines_of(rows)).replace("**", ""), markup=False, soft_wrap=True)
-    if failures:
-        console.print("These cases were not timed:", *failures, sep="\n", markup=False)
-    if rows and not options.quick and not options.only:
-        path = csv_of("gpu", options.docs)
-        write_csv(path, rows, ["size", "eager", "rounds", "machine", "python"])
-        console.print(f"The figures are in {os.path.relpath(path)}.")
+    table = lambda rows: as_markdown(HEADER, lines_of(rows))  # noqa: E731
+    without = ("size", "eager", "rounds", "machine", "python")
+    run(options, "Timing", cases(), timed, table, csv_of("gpu"), without=without)
 
 
 if __name__ == "__main__":

@@ -192,32 +192,25 @@ def prepare_divergence(direction: str, mask: str, dtype: str, sizes: tuple[int, 
 
 CROSS_ENTROPY_IN = {"float32": IN_FLOAT32, "bfloat16": {"middle": ALL, "large": ("none",)}}
 LOG_PROBS_IN = {"float32": IN_FLOAT32, "bfloat16": {"large": ("none",)}}
+CASES = {
+    "linear_cross_entropy": cases_of(
+        *(prepare, SIZES, [("linear", m, d, s) for d, of in CROSS_ENTROPY_IN.items() for s in of for m in of[s]])
+    ),
+    "linear_log_probs": cases_of(
+        *(prepare_log_probs, SIZES),
+        [(w, m, d, s) for w in LOG_PROBS for d, of in LOG_PROBS_IN.items() for s in of for m in of[s]],
+    ),
+    "linear_kl_divergence": cases_of(
+        *(prepare_divergence, SIZES_OF_DIVERGENCE),
+        [(w, m, d, s) for (w, d), of in DIVERGENCES.items() for s in of for m in of[s]],
+    ),
+}
+TITLES = {
+    "Cross-entropy of a linear layer": ("optax", "torch", "tokamax"),
+    "Log-probabilities and entropies of a linear layer": ("jax.nn", "torch", "tokamax"),
+    "Divergences of linear layers": ("optax",),
+}
 BENCHMARKS = [
-    Benchmark(name, title, tuple(("masksafe", peer) for peer in peers), cases)
-    for name, title, peers, cases in (
-        (
-            *("linear_cross_entropy", "Cross-entropy of a linear layer", ("optax", "torch", "tokamax")),
-            cases_of(
-                prepare,
-                SIZES,
-                [("linear", m, d, s) for d, of in CROSS_ENTROPY_IN.items() for s, masks in of.items() for m in masks],
-            ),
-        ),
-        (
-            *("linear_log_probs", "Log-probabilities and entropies of a linear layer", ("jax.nn", "torch", "tokamax")),
-            cases_of(
-                prepare_log_probs,
-                SIZES,
-                [(w, m, d, s) for w in LOG_PROBS for d, of in LOG_PROBS_IN.items() for s in of for m in of[s]],
-            ),
-        ),
-        (
-            *("linear_kl_divergence", "Divergences of linear layers", ("optax",)),
-            cases_of(
-                prepare_divergence,
-                SIZES_OF_DIVERGENCE,
-                [(w, m, d, s) for (w, d), of in DIVERGENCES.items() for s, masks in of.items() for m in masks],
-            ),
-        ),
-    )
+    Benchmark(name, title, tuple(("masksafe", peer) for peer in peers), CASES[name])
+    for name, (title, peers) in zip(CASES, TITLES.items(), strict=True)
 ]

@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PAUSE = 0.05  # seconds: torch's threads spin for a while after a run, and slow down whoever comes next
+PAUSE, AFTER_TORCH = 0.005, 0.05  # seconds: threads spin for a while after a run, and slow down whoever comes next
 SAMPLE = 0.002  # seconds that a timing lasts at least: a call that is shorter is repeated
 WARM = 0.1  # seconds: a longer call does not notice what the candidate before it did to the caches
 SLOW = 1  # second: a longer call is not run once more to estimate its time, and one that compiles is repeated
-MOST_ROUNDS = 50
+FEWEST_ROUNDS, MOST_ROUNDS = 2, 50
 VALUE, GRADIENT = PASSES = ("value", "value with gradient")
 OPTIONAL = ("optax", "flax", "torch", "tokamax")  # peers, which need not be installed
 
@@ -96,6 +96,8 @@ class Benchmark:
     title: str
     ratios: tuple[tuple[str, str], ...]
     cases: Sequence[Case]
+    clear: float = 0.0  # of a ratio below it two rounds are enough
+    budget: float = 0.7  # seconds of more rounds for each case
 
 
 def cases_of(
@@ -143,18 +145,27 @@ class Timing:
 
 
 def measure(
-    candidates: Mapping[str, Callable[[], Any]], rounds: int, budget: float = 0, most: int = MOST_ROUNDS
+    candidates: Mapping[str, Callable[[], Any]], rounds: int, budget: float = 0, clear: float = 0
 ) -> dict[str, Timing]:
-    """Times the candidates for `rounds` rounds, and for more of them, up to `most`, until `budget` seconds are over."""
+    """Times the candidates for `rounds` rounds, and for more of them until `budget` seconds are over.
+
+    Two rounds are enough if the first candidate's least time is below `clear` times that of each other.
+    """
+    pause = AFTER_TORCH if "torch" in candidates else PAUSE
     calls = {name: calls_for_a_sample(run) for name, run in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     order = random.Random(0)
     end = time.perf_counter() + budget
     done = 0
-    while done < rounds or (done < most and time.perf_counter() < end):
+    while done < rounds or (done < MOST_ROUNDS and time.perf_counter() < end):
         for name in order.sample(list(candidates), len(candidates)):
+            time.sleep(pause)
             samples[name].append(sample(candidates[name], calls[name]))
         done += 1
+        if done == FEWEST_ROUNDS and clear:
+            first, *others = map(min, samples.values())
+            if others and first < clear * min(others):
+                break
     return {name: Timing(min(s), statistics.median(s), len(s)) for name, s in samples.items()}
 
 
@@ -167,7 +178,6 @@ def calls_for_a_sample(run: Callable[[], Any]) -> int:
 
 
 def sample(run: Callable[[], Any], calls: int) -> float:
-    time.sleep(PAUSE)
     if calls:
         run()
     return seconds_a_call(run, calls or 1)
@@ -197,13 +207,13 @@ def environment_now() -> dict[str, str]:
     return {"date": date, "machine": machine(), "python": python, "versions": versions()}
 
 
-def measure_case(benchmark: str, case: Case, rounds: int, budget: float) -> Iterator[Row]:
+def measure_case(benchmark: str, case: Case, rounds: int, budget: float, clear: float = 0) -> Iterator[Row]:
     """The rows of a case. Candidates whose library is not installed have none."""
     work = case.prepare()
     for what in case.passes:
         names = [name for name in work.functions if is_installed(name)]
         found = {name: work.candidate(name, gradient=what == GRADIENT, eager=case.eager) for name in names}
-        timings = measure({name: candidate.run for name, candidate in found.items()}, rounds, budget)
+        timings = measure({name: candidate.run for name, candidate in found.items()}, rounds, budget, clear)
         for name, candidate in found.items():
             program = {"temporary_bytes": candidate.temporary_bytes, "compile_s": candidate.compile_seconds}
             yield row_of(benchmark, case, what, name, **milliseconds(timings[name]), **program)
@@ -318,7 +328,12 @@ def random_normal(shape: Sequence[int], dtype: Any = jnp.float32, seed: int = 0)
         return jnp.zeros(shape, dtype)
     if jax.default_backend() == "gpu":  # in arrays of its size NumPy would take longer than all that is timed
         return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+    return jnp.asarray(_drawn(tuple(shape), seed), dtype)
+
+
+@functools.lru_cache(maxsize=2)  # the cotangents of all candidates are the same
+def _drawn(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def random_bits(shape: Sequence[int], fraction: float, seed: int = 0) -> jax.Array:

@@ -8,24 +8,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import results
 from measure import GRADIENT, OPTIONAL, PASSES, Row
-from results import (
-    DISPATCH_MS,
-    MIB,
-    NOTHING,
-    SLOWER,
-    Pair,
-    as_markdown,
-    distinct,
-    environment,
-    grouped,
-    jax_of,
-    listed,
-    mean,
-    number,
-    pairs,
-    ratio_text,
-)
+from results import NOTHING, SLOWER, Pair, as_markdown, environment, grouped, mean, number, pairs, ratio_text
 
 ALL_PACKAGES = ("masksafe", "numpy", *OPTIONAL)
 SHORTEST_OF_PICTURE = 512
@@ -119,8 +104,8 @@ def measured(rows: Sequence[Row], older: Sequence[Row], packages: Sequence[str] 
     """The environment of both versions."""
     if not rows:
         return "Nothing has been measured."
-    python = lambda found: " and ".join(f"Python {version}" for version in distinct(found, "python"))  # noqa: E731
-    of_both = [f"{jax_of(found)} ({python(found)})" for found in (rows, older) if found]
+    python = lambda found: " and ".join(f"Python {version}" for version in results.distinct(found, "python"))  # noqa: E731
+    of_both = [f"{results.jax_of(found)} ({python(found)})" for found in (rows, older) if found]
     return f"Measured with {' and, in brackets, '.join(of_both)}: {environment([*rows, *older], packages)}."
 
 
@@ -144,7 +129,7 @@ def headlines(rows: Sequence[Row], older: Sequence[Row]) -> str:
 
 def mebibytes(pair: Pair) -> list[str]:
     sizes = pair.row.temporary_bytes, pair.peer.temporary_bytes
-    return [NOTHING if size is None else f"{size / MIB:.0f}" for size in sizes]
+    return [NOTHING if size is None else f"{size / results.MIB:.0f}" for size in sizes]
 
 
 def by_length(rows: Sequence[Row]) -> dict[tuple[str, str], list[Point]]:
@@ -163,7 +148,7 @@ def point_of(row: Row) -> Point | None:
     samples, queries, keys = map(int, row.shape.split("x"))
     if queries != keys or queries < SHORTEST_OF_PICTURE:
         return None
-    memory = None if row.temporary_bytes is None else row.temporary_bytes / MIB / samples
+    memory = None if row.temporary_bytes is None else row.temporary_bytes / results.MIB / samples
     return keys, row.minimum_ms / samples, memory
 
 
@@ -217,24 +202,32 @@ def slower(rows: Sequence[Row], older: Sequence[Row]) -> str:
         for kind in sorted(told, key=lambda kind: (kind[0] == SHORT_CALLS, -means[kind]))
     ]
     above = [pair for pair in every if pair.median > SLOWER]
-    tiny = sum(pair.row.median_ms < DISPATCH_MS for pair in above)
+    tiny = sum(pair.row.median_ms < results.DISPATCH_MS for pair in above)
     text = f"Of {len(every)} ratios to other libraries {len(above)} exceed {SLOWER}"
-    text += f" ({tiny} in calls shorter than {DISPATCH_MS} ms)."
-    header = ["benchmark", "work", "what", "against", "geometric mean", f"above {SLOWER}", f"the worst, {jax_of(rows)}"]
+    text += f" ({tiny} in calls shorter than {results.DISPATCH_MS} ms)."
+    header = [
+        "benchmark",
+        "work",
+        "what",
+        "against",
+        "geometric mean",
+        f"above {SLOWER}",
+        f"the worst, {results.jax_of(rows)}",
+    ]
     return "\n\n".join([measured(rows, older), text, as_markdown(header, lines)])
 
 
 def kind_of(pair: Pair) -> tuple[str, ...]:
     """Benchmark, work, pass and library; calls that are mostly dispatch stand together."""
     row, peer = pair.row, pair.peer.candidate
-    if row.eager or row.median_ms < DISPATCH_MS:
+    if row.eager or row.median_ms < results.DISPATCH_MS:
         return SHORT_CALLS, "all", row.what, peer
     return row.benchmark.replace("_", " "), row.work, row.what, peer
 
 
 def cost(pair: Pair) -> str:
     row = pair.row
-    case = listed(row.mask if row.mask != "none" else "", row.dtype, row.shape, "eager" if row.eager else "")
+    case = results.listed(row.mask if row.mask != "none" else "", row.dtype, row.shape, "eager" if row.eager else "")
     return f"{pair.median:.2f} (+{number(row.median_ms - pair.peer.median_ms)} ms): {case}"
 
 

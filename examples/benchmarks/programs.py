@@ -15,6 +15,7 @@ import importlib.util
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ class Target:
     @property
     def is_installed(self) -> bool:
         return self.module is None or importlib.util.find_spec(self.module) is not None
+
+    def check(self) -> None:
+        """Ends the program if it is not there."""
+        if not self.is_installed:
+            sys.exit(f"{self.name}: {self.module} is not installed: {self.install}")
 
 
 _CUDA = ("cuda", "jax_cuda12_plugin", 'pip install ".[gpu-compile]"')

@@ -61,8 +61,12 @@ def parsed(column: str, text: str) -> Any:
     return (int(text) if text.isdigit() else float(text)) if text else None
 
 
-def csv_of(name: str, docs: Path, folder: str = NEWEST) -> Path:
-    return docs / "benchmarks" / folder / f"{name}.csv"
+def csv_of(name: str, folder: str = NEWEST) -> Path:
+    return DOCS / "benchmarks" / folder / f"{name}.csv"
+
+
+def picture_of(name: str) -> Path:
+    return DOCS / PICTURES / f"{name}.png"
 
 
 # Pairs
@@ -223,12 +227,11 @@ def summary(benchmark: Benchmark, rows: Sequence[Row]) -> str:
 
 def section(
     benchmark: Benchmark,
-    docs: Path,
     describe: Callable[[Benchmark, Sequence[Row]], str] = table,
     summarize: Callable[[Benchmark, Sequence[Row]], str] = summary,
 ) -> str:
     """What stands on a page: picture and table of the newest jax, and what both versions come to."""
-    rows, older = (read_csv(csv_of(benchmark.name, docs, folder)) for folder in (NEWEST, OLDEST))
+    rows, older = (read_csv(csv_of(benchmark.name, folder)) for folder in (NEWEST, OLDEST))
     picture = f"![{benchmark.title}: ratios of times](../{PICTURES.as_posix()}/{benchmark.name}.png)"
     parts = [f"Measured {environment([*rows, *older], ('masksafe', 'jax'))}.", picture, describe(benchmark, rows)]
     for of, folder in ((rows, ""), (older, f"{OLDEST}/")):
@@ -250,9 +253,9 @@ def fill(page: str, name: str, content: str) -> str:
     return filled
 
 
-def fill_pages(docs: Path, contents: Mapping[str, str]) -> None:
+def fill_pages(contents: Mapping[str, str]) -> None:
     """Writes each content to the page that has a place for it."""
-    for path in sorted((docs / PAGES).glob("*.md")):
+    for path in sorted((DOCS / PAGES).glob("*.md")):
         text = path.read_text()
         for name in PLACE.findall(text):
             if name in contents:

@@ -8,23 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from masksafe._report import _cases
-from masksafe._report._cases import (
-    CLASSES,
-    EXPERTS,
-    KERNEL,
-    LABELS,
-    ROWS,
-    SOME_ROWS,
-    TARGET_KERNEL,
-    Array,
-    Inputs,
-    P,
-    X,
-    Y,
-    floats,
-    masked_in,
-    softmax,
-)
+from masksafe._report._cases import CLASSES, LABELS, ROWS, SOME_ROWS, Array, Inputs, P, X, Y, floats, masked_in, softmax
 
 NOTHING, SOFT = np.zeros(X.shape, bool), {"logits": X, "labels": P}
 
@@ -93,7 +77,12 @@ def soft_label_cases() -> list[Case]:
     first, two_left = np.eye(3, dtype=np.float32)[:1], np.array([[True, True, False]])
     ruled_out = {"logits": np.array([[2.0, -np.inf, 1.0]], np.float32), "labels": first}
     certain = {"log_predictions": np.log(P[:1]), "targets": np.eye(CLASSES, dtype=np.float32)[:1]}
-    layers = {"features": X, "kernel": KERNEL, "target_features": X.copy(), "target_kernel": TARGET_KERNEL}
+    layers = {
+        "features": X,
+        "kernel": _cases.KERNEL,
+        "target_features": X.copy(),
+        "target_kernel": _cases.TARGET_KERNEL,
+    }
     smoothed = {"labels": first, "alpha": 0.2, "where": two_left}
     # As many rows as classes, to catch a mask on the wrong axis.
     square, targets = X[:, :ROWS], softmax(Y[:, :ROWS]).astype(np.float32)
@@ -116,8 +105,8 @@ def other_loss_cases() -> list[Case]:
     ctc = {"logits": logits, "logit_paddings": frames, "labels": np.array([[2], [1]])}
     ctc["label_paddings"] = np.zeros((2, 1), bool)
     paths = -np.log([6 / 4**3, 1 / 4])  # the share of the alignments that give the label
-    experts = {"router_probs": P, "expert_indices": np.where(np.arange(2) == 1, -1, EXPERTS)}
-    shares = np.bincount(EXPERTS[:, 0], minlength=CLASSES) / ROWS
+    experts = {"router_probs": P, "expert_indices": np.where(np.arange(2) == 1, -1, _cases.EXPERTS)}
+    shares = np.bincount(_cases.EXPERTS[:, 0], minlength=CLASSES) / ROWS
     balance = np.asarray(CLASSES * np.sum(shares * np.float64(P).mean(0)))
     rows, signs = {"x": X, "y": Y, "where": SOME_ROWS}, 2 * np.eye(3) - 1
     z, at_rows = X[SOME_ROWS].astype(np.float64) @ Y[SOME_ROWS].T, masked_in(X, SOME_ROWS)

@@ -50,8 +50,8 @@ def test_both_students_learn(data, tmp_path):
     histories, costs = distill.train_all(CONFIG, STUDENT, data, data[:2], console)
     assert list(histories) == ["the teacher", distill.FROM_LABELS, distill.FROM_TEACHER]
     for history in histories.values():
-        assert [step for step, _ in history.held_out] == [0, 2, 4]
-        assert history.held_out[-1][1] < history.held_out[0][1]
+        assert [step for step, _ in history.scores] == [0, 2, 4]
+        assert history.scores[-1][1] < history.scores[0][1]
     assert list(costs) == [distill.PLAIN, distill.MASKSAFE]
     distill.draw(histories, costs, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -4,6 +4,7 @@ import dataclasses
 import time
 import types
 
+import command
 import compiled
 import formulas
 import gpu
@@ -16,8 +17,7 @@ import operations
 import programs
 import pytest
 import results
-from command import Console, rows_of_all
-from measure import GRADIENT, PASSES, Row
+from measure import PASSES
 from programs import TARGETS, compile_for
 
 SCATTERS = """
@@ -35,13 +35,6 @@ X = jax.ShapeDtypeStruct((256,), "float32")
 WORK = measure.Work({"masksafe": jnp.square, "optax": lambda x: x * x + 1, "torch": None}, (jnp.ones(256),))
 CASE = measure.Case("power", "none", "float32", "large", "256", lambda: WORK)
 EACH = [(what, name) for what in PASSES for name in ("masksafe", "optax")]
-
-
-def both(ours, peer, **columns):
-    """The rows of masksafe and of optax."""
-    of_case = {"benchmark": "powers", "work": "power", "mask": "none", "dtype": "float32", "size": "large"}
-    of_case |= {"shape": "3", "what": GRADIENT, "date": "2026-11-01", "versions": "jax 1", "target": "h100"} | columns
-    return [Row(**of_case, candidate=name, **of) for name, of in (("masksafe", ours), ("optax", peer))]
 
 
 @pytest.mark.slow
@@ -99,44 +92,6 @@ def test_programs_can_be_kept(tmp_path, monkeypatch):
     assert compile_for("cpu", lambda x: x + 2, X) == found[2] != found[0] == found[1]
 
 
-def test_ops_are_in_the_order_of_their_mean_ratios():
-    sizes = [{"bytes_moved": n, "launches": 2, "temporary_bytes": 2**20} for n in (3000, 1000)]
-    peer = {"bytes_moved": 2000, "launches": 1, "temporary_bytes": 0}
-    rows = [*both(sizes[0], peer, what="value"), *both(sizes[1], peer, what="value", dtype="bfloat16")]
-    rows += both(sizes[0], peer, work="root", mask="rows")
-    first, second = compiled.lines_of_ops(results.pairs(rows))
-    assert first == ["root", "optax", GRADIENT, "**1.50**", "**1.50**", "rows, float32", "2 / 1", "1.00 / 0"]
-    assert second[:6] == ["power", "optax", "value", "0.87", "**1.50**", "float32"]
-    for row in rows:
-        row.cycles = row.launches
-    found = results.pairs(rows)
-    assert all(line[6:8] == ["**2.00**", "**2.00**"] for line in compiled.lines_of_ops(found))  # in place of launches
-    assert compiled.header_of(found)[6:] == [*compiled.CYCLES, compiled.HEADER[-1]]
-    assert "2 move more than 1.1 times the bytes of the other library's, and 3 take more" in compiled.summary(rows)
-
-
-def test_the_page_has_what_is_twice_as_large():
-    sizes = [dict(zip(operations.FIGURES, found, strict=True)) for found in ((900, 60, 0.5), (400, 20, 0.25))]
-    text = operations.summary([*both(*sizes, mask="rows"), *both(*sizes[::-1], work="root")])
-    assert "Of 2 programs 1 have more than twice the operations" in text
-    cells = [cell.strip() for cell in text.splitlines()[-3].strip("|").split("|")]
-    assert cells[:7] == ["power", "optax", "rows", "-", "-", "900 / 400", "**2.25**"]
-    assert cells[7:] == ["60 / 20", "**3.00**", "0.500 / 0.250", "**2.00**"]
-
-
-@pytest.mark.parametrize("target", ["h100", "cpu"])
-def test_page_and_picture_are_made_from_the_csv(target, tmp_path):
-    page = tmp_path / "performance" / "page.md"
-    page.parent.mkdir()
-    page.write_text(f"<!-- table: {compiled.PLACES[target]} -->\nold\n<!-- end -->\n")
-    rows = results.read_csv(compiled.csv_of(target, results.DOCS))
-    results.write_csv(compiled.csv_of(target, tmp_path), rows)
-    compiled.main(["--target", target, "--plot-only", "--docs", str(tmp_path)])
-    assert "old" not in page.read_text()
-    assert page.read_text().count("| ") > 100
-    assert (tmp_path / "_static" / "benchmarks" / "compiled_h100.png").exists() == (target == "h100")
-
-
 def test_what_is_missing_is_told(monkeypatch):
     monkeypatch.setitem(TARGETS, "h100", dataclasses.replace(TARGETS["h100"], module="nothing_of_this_name"))
     with pytest.raises(
@@ -161,28 +116,25 @@ def test_candidates_are_timed_and_what_fails_or_has_no_time_is_named(monkeypatch
     assert gpu.bytes_per_second(2**20) > 0
     bad, end = dataclasses.replace(CASE, work="bad", prepare=lambda: 1 / 0), time.monotonic() + 60
     timed = lambda name, case: gpu.rows_of(name, case, 1e9, end)  # noqa: E731
-    rows, failures = rows_of_all([("powers", bad), ("powers", CASE)], timed, "", Console(quiet=True))
+    rows, failures = command.rows_of_all([("powers", bad), ("powers", CASE)], timed, "")
     assert failures == ["powers: bad, none, float32, large: ZeroDivisionError: division by zero"]
     assert [(row.what, row.candidate, row.bytes) for row in rows] == [
         (*each, size) for each, size in zip(EACH, (2048, 2048, 4096, 4096), strict=True)
     ]
     assert all(0 < row.minimum_ms <= row.median_ms for row in rows)
+    assert {len(line) for line in gpu.lines_of(rows)} == {len(gpu.HEADER)}
     with pytest.raises(TimeoutError, match="no time was left"):
         list(gpu.rows_of("powers", CASE, 1e9, time.monotonic() - 1))
 
 
-def test_shares_are_those_of_a_copy_and_of_cudnn():
-    ours, peer = {"median_ms": 2.0, "copy_ms": 1.0}, {"median_ms": 1.25, "copy_ms": 1.0}
-    assert gpu.lines_of(both(ours, peer)) == [
-        ["power", "none", GRADIENT, "optax", "2.00 / 1.25", "**1.60**", "50 %", "80 %"]
-    ]
-    rows = both(ours, peer | {"median_ms": 4.0}, benchmark="attention")
-    assert gpu.lines_of(rows)[0][-2:] == ["-", "-"]
-    rows += both(ours, peer | {"median_ms": 1.0}, benchmark="attention", work=gpu.BY_CUDNN)[1:]
-    rows[-1].candidate = "jax.nn"
-    assert gpu.lines_of(rows)[0][-2:] == ["50 %", "25 %"]
+def test_a_smoke_run_compiles_a_case_and_prints_its_table(capsys, monkeypatch):
+    monkeypatch.setattr(compiled, "benchmarks", lambda: {"powers": [CASE]})
+    compiled.main(["--target", "cpu", "--quick"])
+    assert "power" in capsys.readouterr().out
+    options = command.parser_of().parse_args(["--only", "softmax", "--quick"])
+    assert sorted(case.work for _, case in command.chosen(gpu.cases(), options)) == sorted(formulas.SOFTMAX)
 
 
-def test_a_choice_of_cases():
-    options = compiled.parse(["--only", "softmax", "--quick"])
-    assert sorted(case.work for _, case in compiled.chosen(gpu.cases(), options)) == sorted(formulas.SOFTMAX)
+def test_the_tables_of_programs_are_made_from_the_csvs():
+    for target in ("h100", "cpu"):
+        assert compiled.table(results.read_csv(results.csv_of(f"compiled/{target}"))).count("\n") > 50

@@ -1,6 +1,7 @@
 """The report on what fine-tuning averages: masksafe is right in every case, and the formulas of others are not."""
 
 import pytest
+import usual_formulas
 from report import fine_tuning
 from verdicts import Verdict
 
@@ -33,5 +34,5 @@ def test_the_table_and_the_status(capsys, monkeypatch):
     monkeypatch.setattr(fine_tuning, "all_cases", lambda: cases)
     assert fine_tuning.main() == 0
     assert "a forbidden action" in capsys.readouterr().out
-    monkeypatch.setitem(fine_tuning.WITH_MASKSAFE, "policy entropy", fine_tuning.plain_entropy)
+    monkeypatch.setitem(fine_tuning.WITH_MASKSAFE, "policy entropy", usual_formulas.plain_entropy)
     assert fine_tuning.main() == 1

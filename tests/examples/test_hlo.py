@@ -114,13 +114,6 @@ def test_an_update_of_what_the_kernel_makes_writes_all_of_it():
     assert update(lines) == (KIB + 64 + 4, 1)
 
 
-def test_an_array_that_is_put_into_another_one_is_read():
-    text = """
-  %whole = f32[256]{0} bitcast(%p)
-  ROOT %u = f32[256]{0} dynamic-update-slice(%p, %whole, %i)"""
-    assert update(text) == (KIB + KIB + 4, 1)
-
-
 def test_updates_and_slices_without_a_fusion():
     text = program(
         INPUTS
@@ -269,11 +262,6 @@ def test_exchanges_between_devices():
         ("all-reduce", "f32[256]{0}", 1),
         ("reduce-scatter", "f32[32]{0}", 1),
     ]
-
-
-def test_exchanges_in_a_loop_count_each_time():
-    text = loop(KNOWN, DEPENDS).replace("negate(%v)", "all-reduce(%v), to_apply=%add")
-    assert list(hlo.exchanges(hlo.kernels(text))) == [("all-reduce", "f32[256]{0}", 7)]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 import _collections_abc
 import ast
-import functools
 import inspect
 
 import bodies
-import chex
 import jax
 import language_model
 import numpy as np
@@ -81,14 +79,6 @@ def test_segments_do_not_see_each_other(trainer, data):
     np.testing.assert_array_equal(run(one)[other], run(changed)[other])
 
 
-@pytest.mark.parametrize("name", language_model.LOSSES)
-def test_the_loss_has_gradients_like_the_parameters(name, trainer, data):
-    loss = functools.partial(trainer.loss_of, language_model.LOSSES[name])
-    value, gradients = jax.eval_shape(jax.value_and_grad(loss), trainer.params, data[:2])
-    chex.assert_shape(value, ())
-    chex.assert_trees_all_equal_shapes_and_dtypes(gradients, trainer.params)
-
-
 @pytest.mark.slow
 def test_both_losses_train_the_same_model(trainer, data):
     runs = [
@@ -96,12 +86,5 @@ def test_both_losses_train_the_same_model(trainer, data):
         for loss in language_model.LOSSES.values()
     ]
     np.testing.assert_allclose(runs[0].losses, runs[1].losses, rtol=1e-4)
-    np.testing.assert_allclose(runs[0].held_out, runs[1].held_out, rtol=1e-4)
-    assert runs[1].held_out[-1][1] < runs[1].held_out[0][1]
-
-
-@pytest.mark.slow
-def test_costs_of_both(trainer, data):
-    costs = language_model.compare(trainer, data, rounds=1)
-    assert set(costs) == {"optax", "masksafe"}
-    assert all(cost.seconds > 0 for cost in costs.values())
+    np.testing.assert_allclose(runs[0].scores, runs[1].scores, rtol=1e-4)
+    assert runs[1].scores[-1][1] < runs[1].scores[0][1]

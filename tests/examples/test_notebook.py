@@ -67,14 +67,3 @@ def test_the_committed_outputs_are_of_one_run_from_top_to_bottom(cells):
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     shown = {(output["output_type"], output.get("name")) for cell in cells for output in cell["outputs"]}
     assert shown == {("stream", "stdout"), ("display_data", None)}
-
-
-def test_the_notebook_is_small():
-    assert NOTEBOOK.stat().st_size < 400_000
-
-
-@pytest.mark.parametrize("printed", ["loss 0.50 of 15 digits", "loss 0.70 of 16 digits", "loss nan of 16 digits"])
-def test_a_stale_output_is_noticed(printed):
-    assert_same_text("loss 0.52 of 16 digits", "loss 0.50 of 16 digits")
-    with pytest.raises(AssertionError):
-        assert_same_text(printed, "loss 0.50 of 16 digits")

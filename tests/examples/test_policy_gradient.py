@@ -117,7 +117,7 @@ def test_groups_of_equal_rewards_and_without_any_have_no_part(inputs):
 
 @pytest.fixture
 def more_garbage(monkeypatch):
-    monkeypatch.setattr(example, "BAD_SHARE", 0.1)
+    monkeypatch.setattr(rewards, "BAD_SHARE", 0.1)
 
 
 @pytest.mark.slow

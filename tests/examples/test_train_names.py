@@ -50,7 +50,7 @@ def test_names_survive_tokenisation(data):
 
 @pytest.mark.slow
 def test_it_learns(history):
-    assert history.held_out[-1][1] < 0.9 * history.held_out[0][1]
+    assert history.scores[-1][1] < 0.9 * history.scores[0][1]
 
 
 @pytest.mark.slow
@@ -75,10 +75,3 @@ def test_functions_are_read_from_the_standard_library(monkeypatch):
     functions = {name: docstring for docstring, name in names.read_functions()}
     assert functions["loads"].startswith("Deserialize ``s``")
     assert "" in functions.values()
-
-
-@pytest.mark.slow
-def test_the_corpus_is_there_and_has_functions_without_a_docstring():
-    functions = names.read_functions()
-    assert len(functions) > 5000
-    assert 0.2 < np.mean([not docstring for docstring, _ in functions]) < 0.9
