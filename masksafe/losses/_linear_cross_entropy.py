@@ -13,7 +13,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, jitted
 from masksafe.losses._rows import _arguments
 from masksafe.losses._rows._block_sizes import Options
-from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._cross_entropy import PREDICTIONS, CrossEntropy
 from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
@@ -177,7 +177,7 @@ def linear_softmax_cross_entropy(
     where = read_mask(_OP, where, labels.shape, "labels", "tokens")
     arguments.as_choice(_OP, "reduction", reduction, REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    label_smoothing, z_loss = _arguments.read_smoothing(_OP, label_smoothing, z_loss)
+    numbers = _arguments.read_factors(_OP, label_smoothing, z_loss, "mean")
     soft_cap = _arguments.read_soft_cap(_OP, logit_soft_cap)
     block_size = _arguments.read_block_size(_OP, block_size)
     class_mask = _arguments.read_class_mask(_OP, class_mask, kernel)
@@ -192,9 +192,9 @@ def linear_softmax_cross_entropy(
     label_weights = _label_weights(axis_name, labels, where, class_weights, token_weights)
 
     dtype = precision.wide_dtype(layer.dtype)
-    terms = (1 - label_smoothing, label_weights), (label_smoothing, token_weights), (z_loss, token_weights)
     # The factors of the outputs: scalars, or one for each token.
-    factors = tuple(jnp.asarray(n, dtype) if w is None else w.astype(dtype) * n for n, w in terms if n > 0)
+    weighted = ((n, label_weights if name == "cross_entropy" else token_weights) for name, n in numbers.items())
+    factors = tuple(jnp.asarray(n, dtype) if w is None else w.astype(dtype) * n for n, w in weighted)
     with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
     # A token that adds nothing to the loss costs no time, unless its predictions are asked for: a class weight of 0
     # does not mask them.
@@ -204,10 +204,9 @@ def linear_softmax_cross_entropy(
     if needed_factors and all(factor.ndim for factor in needed_factors):
         has_factor = functools.reduce(jnp.logical_or, [factor != 0 for factor in needed_factors])
         inputs = inputs._replace(unmasked=both(where, has_factor))
-    formula = CrossEntropy.for_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
-    options = Options(formula, block_size, axis_name)
+    options = Options(CrossEntropy((*numbers, *PREDICTIONS * with_predictions), soft_cap), block_size, axis_name)
     bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
-    if formula.with_all_classes:
+    if "mean" in numbers:
         inputs = inputs._replace(class_weights=_smoothing_weights(axis_name, inputs, class_weights))
     with_components = arguments.as_bool(_OP, "with_components", with_components)
     results: tuple[Array, ...]
@@ -216,7 +215,7 @@ def linear_softmax_cross_entropy(
         outputs = evaluate(options, inputs)
         predictions = _arguments.predictions(*outputs[-2:]) if with_predictions else ()
         losses = tuple(_arguments.weighted_losses(x, factor) for x, factor in zip(outputs, factors, strict=False))
-        results = formula.components(losses) if with_components else (functools.reduce(jnp.add, losses),)
+        results = _arguments.components(numbers, losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
         results = (evaluate(options, inputs, factors),)

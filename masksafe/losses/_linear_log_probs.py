@@ -10,7 +10,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows import _arguments
 from masksafe.losses._rows._block_sizes import Options
-from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._cross_entropy import PREDICTIONS, CrossEntropy, Output
 from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
@@ -148,8 +148,8 @@ def linear_log_probs(
     inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
     bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
     with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
-    flags = {"with_entropy": with_entropy, "with_predictions": with_predictions}
-    formula = CrossEntropy(*logit_options, as_log_prob=True, **flags)
+    names: tuple[Output, ...] = ("log_prob", "entropy") if with_entropy else ("log_prob",)
+    formula = CrossEntropy(names + PREDICTIONS * with_predictions, *logit_options)
     log_probs, *others = evaluate(Options(formula, block_size, axis_name), inputs)
     if with_predictions:
         others[-2:] = _arguments.predictions(*others[-2:])

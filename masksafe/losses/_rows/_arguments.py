@@ -1,7 +1,9 @@
 """The arguments that losses of a linear layer share; some functions read those of losses of logits, too."""
 
+import functools
 import math
 import numbers
+from collections.abc import Iterable
 from typing import TypedDict
 
 import jax
@@ -14,7 +16,8 @@ from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, either
 from masksafe._core.precision import widened
 from masksafe._core.sharding import AxisName, Devices, gathered_along, is_sharded
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, Arrays
+from masksafe.losses._rows._cross_entropy import Output
 from masksafe.losses._rows._sources import Linear, LinearInputs
 
 
@@ -129,8 +132,19 @@ _SOFT_CAP = Range(lambda x: 0 < x <= _MOST, "a positive float32, or None")
 _TEMPERATURE = Range(lambda x: 1 / _MOST <= x <= _MOST, "a positive float32")
 
 
-def read_smoothing(op: str, label_smoothing: float, z_loss: float) -> tuple[float, float]:
-    return read_number(op, "label_smoothing", label_smoothing, _FROM_0_TO_1), read_number(op, "z_loss", z_loss, _FINITE)
+def read_factors(op: str, label_smoothing: float, z_loss: float, mean: Output) -> dict[Output, float]:
+    """The outputs that a loss adds up, and their factors."""
+    smoothing = read_number(op, "label_smoothing", label_smoothing, _FROM_0_TO_1)
+    z_loss = read_number(op, "z_loss", z_loss, _FINITE)
+    factors: dict[Output, float] = {"cross_entropy": 1 - smoothing, mean: smoothing, "square": z_loss}
+    return {name: factor for name, factor in factors.items() if factor > 0}
+
+
+def components(names: Iterable[Output], losses: Arrays) -> tuple[Array, Array]:
+    """The cross-entropy and the z-loss, from the outputs times their factors."""
+    others = losses[:-1] if "square" in names else losses
+    cross_entropy = functools.reduce(jnp.add, others)
+    return cross_entropy, losses[-1] if "square" in names else jnp.zeros_like(cross_entropy)
 
 
 def read_soft_cap(op: str, soft_cap: float | None) -> float | None:

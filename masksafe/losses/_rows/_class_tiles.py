@@ -14,7 +14,7 @@ computed, outside of the loop over the others: most calls have no other, and the
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from masksafe._core.masks import both, selected
 from masksafe._core.tiles import loop
 from masksafe._core.typing import Array, Arrays, DType, Index, Pytree
 from masksafe.losses._rows._block_sizes import Options, Sizes
-from masksafe.losses._rows._cross_entropy import CrossEntropy, LogitPart
+from masksafe.losses._rows._formula import FormulaByParts, LogitPart
 from masksafe.losses._rows._packing import Packed
 from masksafe.losses._rows._sources import Linear, LinearInputs, matmul
 
@@ -55,7 +55,8 @@ def sums(
 
     Each logit alone has sums, which one reduction adds up.
     """
-    formula, classes = cast(CrossEntropy, options.formula), inputs.classes(options.axis_name)
+    formula, classes = options.formula, inputs.classes(options.axis_name)
+    assert isinstance(formula, FormulaByParts)
     dtype, number = inputs.sum_dtype, inputs.data.size
     packed = Packed.of(number, inputs.unmasked, sizes.token_block)
     features, labels = packed.packed((inputs.layers[0].features, classes.local(inputs.data)))
@@ -93,7 +94,8 @@ def gradients(
     `[N]` have cotangents of 0. Without a mask they stay where they are: most often there are none, and moving the
     others costs more than it saves.
     """
-    formula, classes = cast(CrossEntropy, options.formula), inputs.classes(options.axis_name)
+    formula, classes = options.formula, inputs.classes(options.axis_name)
+    assert isinstance(formula, FormulaByParts)
     (layer,), number, dtype = inputs.layers, inputs.data.size, inputs.sum_dtype
     unmasked = both(inputs.unmasked, needed)
     if needed is not None and inputs.unmasked is None:

@@ -76,7 +76,7 @@ class DivergenceSums(NamedTuple):
 class Divergence(Formula):
     """The divergence of the student, the first layer, from a teacher: the second layer, or its top k classes."""
 
-    depends_on_label = (False,)
+    names = ("divergence",)
     direction: str
     beta: float  # the weight of the teacher in the mixture
     temperature: float

@@ -49,7 +49,7 @@ def evaluate(options: Options, inputs: LinearInputs, weights: Arrays | None = No
         results = evaluate(options._replace(axis_name=split.axes("classes") or None), *args)
         return results if weights is None else token_devices.sum(results)
 
-    result_names = (token_names,) * len(options.formula.depends_on_label) if weights is None else PartitionSpec()
+    result_names = (token_names,) * len(options.formula.names) if weights is None else PartitionSpec()
     return split.map(on_device, args, names, result_names)
 
 
@@ -166,8 +166,8 @@ def _plain(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Py
     formula, used = options.formula, inputs.used
     if used is not None:
         inputs = inputs._replace(unmasked=both(inputs.unmasked, jnp.broadcast_to(jnp.any(used, 0), inputs.tokens)))
-        if any(formula.depends_on_label):
-            has_label = jnp.any(used[: sum(formula.depends_on_label)], 0)
+        if formula.label_outputs:
+            has_label = jnp.any(used[: formula.label_outputs], 0)
             inputs = inputs._replace(data=jnp.where(has_label, inputs.data, 0))
     flat, dtype, classes = inputs.flat, inputs.sum_dtype, inputs.classes(options.axis_name)
 
