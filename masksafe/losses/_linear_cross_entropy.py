@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, Unpack, overload
+from typing import Unpack, overload
 
 import jax.numpy as jnp
 
@@ -12,6 +12,7 @@ from masksafe._core.masks import as_weights_of, both, read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, jitted
 from masksafe.losses._rows import _arguments
+from masksafe.losses._rows._arguments import No, Yes
 from masksafe.losses._rows._block_sizes import Options
 from masksafe.losses._rows._cross_entropy import PREDICTIONS, CrossEntropy
 from masksafe.losses._rows._linear_op import evaluate
@@ -20,7 +21,7 @@ from masksafe.losses._rows._sources import LinearInputs
 _OP = "linear_softmax_cross_entropy"
 
 
-class _CrossEntropyOptions(_arguments.LabelOptions, total=False):
+class _Rest(_arguments.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
     reduction: LossReduction
@@ -32,34 +33,19 @@ class _CrossEntropyOptions(_arguments.LabelOptions, total=False):
 
 @overload
 def linear_softmax_cross_entropy(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_components: Literal[False] = False,
-    **options: Unpack[_CrossEntropyOptions],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_components: No = False, **rest: Unpack[_Rest]
 ) -> Array: ...
 
 
 @overload
 def linear_softmax_cross_entropy(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_components: Literal[True],
-    **options: Unpack[_CrossEntropyOptions],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_components: Yes, **rest: Unpack[_Rest]
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def linear_softmax_cross_entropy(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_components: bool,
-    **options: Unpack[_CrossEntropyOptions],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_components: bool, **rest: Unpack[_Rest]
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -69,9 +55,9 @@ def linear_softmax_cross_entropy(
     kernel: ArrayLike,
     labels: ArrayLike,
     *,
-    with_components: bool = False,
-    with_predictions: Literal[True],
-    **options: Unpack[_CrossEntropyOptions],
+    with_components: bool = ...,
+    with_predictions: Yes,
+    **rest: Unpack[_Rest],
 ) -> tuple[Array, ...]: ...
 
 
@@ -178,7 +164,7 @@ def linear_softmax_cross_entropy(
     arguments.as_choice(_OP, "reduction", reduction, REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
     numbers = _arguments.read_factors(_OP, label_smoothing, z_loss, "mean")
-    soft_cap = _arguments.read_soft_cap(_OP, logit_soft_cap)
+    soft_cap = _arguments.read_optional_number(_OP, "logit_soft_cap", logit_soft_cap)
     block_size = _arguments.read_block_size(_OP, block_size)
     class_mask = _arguments.read_class_mask(_OP, class_mask, kernel)
     if class_weights is not None:
@@ -198,9 +184,9 @@ def linear_softmax_cross_entropy(
     with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
     # A token that adds nothing to the loss costs no time, unless its predictions are asked for: a class weight of 0
     # does not mask them.
-    needed_factors = (
-        factors if not with_predictions else () if token_weights is None else (token_weights.astype(dtype),)
-    )
+    needed_factors = factors
+    if with_predictions:
+        needed_factors = () if token_weights is None else (token_weights.astype(dtype),)
     if needed_factors and all(factor.ndim for factor in needed_factors):
         has_factor = functools.reduce(jnp.logical_or, [factor != 0 for factor in needed_factors])
         inputs = inputs._replace(unmasked=both(where, has_factor))

@@ -23,7 +23,6 @@ from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
-_BETWEEN_0_AND_1 = label_checks.Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
 
 
 @public_op
@@ -205,9 +204,8 @@ def linear_kl_divergence_with_top_k_targets(
     unmasked = read_mask(op, where, tokens, "the tokens", "tokens")
     class_mask = _arguments.read_class_mask(op, class_mask, student.kernel)
     with_rest = as_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
-    options = _read_options(
-        op, temperature, direction, beta, reduction, block_size, has_top_k=True, with_rest=with_rest
-    )
+    flags = {"has_top_k": True, "with_rest": with_rest}
+    options = _read_options(op, temperature, direction, beta, reduction, block_size, **flags)
     bad_rows = _check_top_k(targets, unmasked, classes, class_mask)
     inputs = LinearInputs((student,), targets, None, unmasked).without_masked(class_mask)
     losses = _reduced(options, reduction, inputs, unmasked)
@@ -235,9 +233,9 @@ def _read_options(
 ) -> Options:
     as_choice(op, "direction", direction, DIRECTIONS)
     as_choice(op, "reduction", reduction, REDUCTIONS)
-    temperature = _arguments.read_temperature(op, temperature)
+    temperature = _arguments.read_number(op, "temperature", temperature)
     hint = 'For the limits pass direction="forward" or "reverse".'
-    beta = _arguments.read_number(op, "beta", beta, _BETWEEN_0_AND_1, hint)
+    beta = _arguments.read_number(op, "beta", beta, hint)
     return Options(Divergence(direction, beta, temperature, **flags), _arguments.read_block_size(op, block_size))
 
 

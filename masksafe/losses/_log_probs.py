@@ -8,7 +8,7 @@ from masksafe._core import arguments, label_checks
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe.losses._labelled import read_integer_labels
-from masksafe.losses._rows._arguments import read_temperature
+from masksafe.losses._rows._arguments import read_number
 from masksafe.losses._rows._cross_entropy import CrossEntropy, Output
 from masksafe.losses._rows._dense import LabelConfig, label_outputs
 
@@ -109,7 +109,10 @@ def log_probs(
       `distrax.Categorical <https://github.com/google-deepmind/distrax>`_.
     """
     op = "log_probs"
-    temperature, with_entropy = read_temperature(op, temperature), arguments.as_bool(op, "with_entropy", with_entropy)
+    temperature, with_entropy = (
+        read_number(op, "temperature", temperature),
+        arguments.as_bool(op, "with_entropy", with_entropy),
+    )
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where)
     static, array = (1.0, None) if temperature == 1 else arguments.as_static_or_array(temperature, *inputs[:2])
     names: tuple[Output, ...] = ("log_prob", "entropy") if with_entropy else ("log_prob",)

@@ -31,9 +31,8 @@ class Options(NamedTuple):
             return sizes_in_tiles(tokens, width, classes, self.block_size, is_masked)
         limits, rows_per_token = platforms.choices().linear, 1 if by_parts else 2
         if on_cpu:
-            most = max(
-                limits.fewest_tokens, min(limits.most_tokens, limits.token_block_elements // rows_per_token // classes)
-            )
+            most = min(limits.most_tokens, limits.token_block_elements // rows_per_token // classes)
+            most = max(limits.fewest_tokens, most)
             if is_masked:
                 most = min(most, max(limits.fewest_tokens_if_masked, min(limits.most_tokens_if_masked, tokens // 4)))
         else:

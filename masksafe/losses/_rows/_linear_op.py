@@ -120,11 +120,9 @@ def _schedules(
     options: Options, inputs: LinearInputs, in_blocks: Callable[..., Pytree], in_tiles: Callable[..., Pytree]
 ) -> list[Callable[..., Pytree]]:
     """`in_blocks` on a CPU; elsewhere `in_tiles`, if the formula can be computed in them. Both with their sizes."""
-    sizes_on_cpu, sizes_elsewhere = (
-        options.sizes(inputs, on_cpu, is_masked=inputs.unmasked is not None) for on_cpu in (True, False)
-    )
+    sizes_if = functools.partial(options.sizes, inputs, is_masked=inputs.unmasked is not None)
     elsewhere = in_tiles if options.formula.by_parts else in_blocks
-    return [functools.partial(in_blocks, sizes_on_cpu), functools.partial(elsewhere, sizes_elsewhere)]
+    return [functools.partial(in_blocks, sizes_if(True)), functools.partial(elsewhere, sizes_if(False))]
 
 
 def _sum_of(outputs: Arrays, weights: Arrays) -> Array:
@@ -207,9 +205,8 @@ def _in_reverse(options: Options, args: _Args, residuals: _Residuals, d_results:
 def _reverse(options: Options, args: _Args, residuals: _Residuals, d_results: Pytree) -> tuple[LinearInputs, Pytree]:
     inputs, weights = args
     # The weights are the same on all devices, so each device returns a part of their cotangents.
-    d_weights = (
-        None if weights is None else tuple(None if x is None else _times(d_results, x) for x in residuals.outputs)
-    )
+    each = (None if x is None else _times(d_results, x) for x in residuals.outputs)
+    d_weights = None if weights is None else tuple(each)
     number = options.formula.gradients
     layers, others = inputs.layers[:number], inputs.layers[number:]
     if residuals.sums is None and not residuals.gradients:
