@@ -175,7 +175,13 @@ def linear_softmax_cross_entropy(
     inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
     where = inputs.unmasked
     token_weights = None if weights is None else _cleaned(weights, where, labels.shape)
-    label_weights = _label_weights(axis_name, labels, where, class_weights, token_weights)
+    label_weights = token_weights
+    if class_weights is not None:
+        label_weights = _arguments.weights_of_labels(class_weights, labels, where, axis_name)
+        if token_weights is not None:
+            # The loss at the label may be infinite: the derivative of the product would be NaN.
+            is_zero = (token_weights == 0) | (label_weights == 0) & ~jnp.isnan(token_weights)
+            label_weights = jnp.where(is_zero, 0, token_weights * label_weights.astype(token_weights.dtype))
 
     dtype = precision.wide_dtype(layer.dtype)
     # The factors of the outputs: scalars, or one for each token.
@@ -227,23 +233,6 @@ def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Arr
     """The weights of the tokens, 0 under the mask."""
     weights = _arguments.not_negative(selected(jnp.broadcast_to(precision.widened(weights), shape), where))
     return jnp.where(weights == 0, 0, weights)  # an element without weight has no gradient
-
-
-def _label_weights(
-    axis_name: sharding.AxisName,
-    labels: Array,
-    where: Array | None,
-    class_weights: Array | None,
-    token_weights: Array | None,
-) -> Array | None:
-    if class_weights is None:
-        return token_weights
-    weights = _arguments.weights_of_labels(class_weights, labels, where, axis_name)
-    if token_weights is None:
-        return weights
-    # The loss at the label may be infinite: the derivative of the product would be NaN.
-    is_zero = (token_weights == 0) | (weights == 0) & ~jnp.isnan(token_weights)
-    return jnp.where(is_zero, 0, token_weights * weights.astype(token_weights.dtype))
 
 
 def _smoothing_weights(axis_name: sharding.AxisName, inputs: LinearInputs, class_weights: Array | None) -> Array | None:

@@ -14,7 +14,7 @@ computed, outside of the loop over the others: most calls have no other, and the
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,11 @@ from masksafe._core import sharding, unfolded
 from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
 from masksafe._core.tiles import loop
-from masksafe._core.typing import Array, Arrays, DType, Index, Pytree
+from masksafe._core.typing import Array, Arrays, DType, Index, Pytree, Tree
 from masksafe.losses._rows._block_sizes import Options, Sizes
 from masksafe.losses._rows._formula import FormulaByParts, LogitPart
 from masksafe.losses._rows._packing import Packed
 from masksafe.losses._rows._sources import Linear, LinearInputs, matmul
-
-State = TypeVar("State")
 
 
 class _ClassTile(NamedTuple):
@@ -155,10 +153,10 @@ def _is_label(shape: tuple[int, ...], labels: Array, start: Index) -> Array:
 def _over_tiles(
     inputs: LinearInputs,
     size: int,
-    body: Callable[..., State],
-    state: State,
+    body: Callable[..., Tree],
+    state: Tree,
     prepare: Callable[[Index], Pytree] = lambda _: None,
-) -> State:
+) -> Tree:
     """`body(tile, state)` for each tile of the classes, the last of which may be smaller.
 
     In the loop, `body` also gets the result of `prepare(start)`, which is computed a step ahead and carried along: XLA
@@ -172,7 +170,7 @@ def _over_tiles(
             start, *jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), by_class)
         )
 
-    def step(j: Index, carry: tuple[State, Pytree]) -> tuple[State, Pytree]:
+    def step(j: Index, carry: tuple[Tree, Pytree]) -> tuple[Tree, Pytree]:
         state, prepared = carry
         start = j * size
         return body(tile(start, size), state, prepared), prepare(start + size)

@@ -44,6 +44,8 @@ from masksafe._core.typing import Array, Arrays, Index, Pytree
 from masksafe.losses._labelled import element_at
 from masksafe.losses._rows._formula import Classes, FormulaByParts, LogitPart, nan_if_bad
 
+Join = Callable[..., Array]
+
 _NOWHERE = 2**30  # stands for no class
 _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
 
@@ -159,7 +161,7 @@ class CrossEntropy(FormulaByParts):
         return terms
 
     def add(self, a: LabelSums, b: LabelSums) -> LabelSums:
-        return self._joined(jnp.maximum(a.largest, b.largest), jnp.add, jnp.minimum, a, b)
+        return self._joined((a, b), jnp.maximum(a.largest, b.largest), jnp.add, jnp.minimum)
 
     def add_devices(self, classes: Classes, sums: LabelSums) -> LabelSums:
         devices = sharding.Devices(classes.axis_name)
@@ -168,11 +170,9 @@ class CrossEntropy(FormulaByParts):
         if "prediction" in self.names:
             sums = sums._replace(best=sums.best + devices.first(classes.here))
         largest = devices.max(lax.stop_gradient(sums.largest))
-        return self._joined(largest, devices.sum, lambda best: lax.pmin(best, classes.axis_name), sums)
+        return self._joined((sums,), largest, devices.sum, lambda best: lax.pmin(best, classes.axis_name))
 
-    def _joined(
-        self, largest: Array, add: Callable[..., Array], lowest: Callable[..., Array], *parts: LabelSums
-    ) -> LabelSums:
+    def _joined(self, parts: tuple[LabelSums, ...], largest: Array, add: Join, lowest: Join) -> LabelSums:
         """The sums of parts, relative to the largest x of all; `add` adds them up, and `lowest` joins their classes."""
         total: LabelSums = jax.tree.map(add, *(self._rebased(largest, part) for part in parts))
         if "prediction" in self.names:
@@ -263,7 +263,7 @@ class CrossEntropy(FormulaByParts):
 
     def _exp_terms(self, x: Array, slopes: Slopes) -> Array:
         z = self._over_temperature(x - slopes.shift)
-        d_x: Array = jnp.exp(z) * slopes.exp_factor
+        d_x = jnp.exp(z) * slopes.exp_factor
         return d_x if slopes.spread_factor is None else d_x + _spread(z) * slopes.spread_factor
 
     # For linear layers.

@@ -117,9 +117,8 @@ def _label_reverse(config: LabelConfig, args: Args, residuals: Residuals, d_outp
 def _in_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: Arrays) -> Args:
     """Masks rows without probabilities whose cotangents are 0: the user has replaced their results, and any NaN."""
     inputs, other = args
-    takes_part = functools.reduce(
-        jnp.logical_or, [d != 0 for d in d_outputs], formulas.has_probabilities(residuals[0]).squeeze(-1)
-    )
+    has_probabilities = formulas.has_probabilities(residuals[0]).squeeze(-1)
+    takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], has_probabilities)
     return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes))), other
 
 
@@ -213,14 +212,12 @@ def _in_target_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: 
     """`_in_reverse`; where a kernel has computed the loss, rows are looked at once more if any cotangent is 0."""
     (inputs, formula), (d_loss,) = args, d_outputs
 
-    def by_rows(_: Labelled, is_needed: Array, is_valid: Array) -> Array:
-        return is_needed | is_valid
-
     def in_one_kernel(inputs: Labelled, is_needed: Array, _: Array) -> Array:
         x = platforms.unfused(lax.stop_gradient(inputs)).rows(axes)[0]
         add = lambda is_needed: is_needed | formulas.has_probabilities(Exponentials.of(x)).squeeze(-1)  # noqa: E731
         return tiles.once_if(unfolded.any_of(~is_needed), add, is_needed)
 
+    by_rows = lambda _, is_needed, is_valid: is_needed | is_valid  # noqa: E731
     needed_and_valid = d_loss != 0, formulas.has_probabilities(residuals[0]).squeeze(-1)
     takes_part = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, *needed_and_valid)
     return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes))), formula
