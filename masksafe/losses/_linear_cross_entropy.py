@@ -241,7 +241,7 @@ def _smoothing_weights(axis_name: sharding.AxisName, inputs: LinearInputs, class
     if bias is None:
         return class_weights
     devices, dtype = sharding.Devices(axis_name), inputs.sum_dtype
-    is_left = bias.astype(dtype) != -jnp.inf  # as in the logits, whose dtype may be narrower
-    number = jnp.maximum(devices.sum(unfolded.number_of(is_left)), 1).astype(dtype)
+    is_included = bias.astype(dtype) != -jnp.inf  # as in the logits, whose dtype may be narrower
+    number = jnp.maximum(devices.sum(unfolded.number_of(is_included)), 1).astype(dtype)
     part = bias.size * devices.size / number
-    return jnp.where(is_left, part if class_weights is None else class_weights.astype(dtype) * part, 0)
+    return jnp.where(is_included, part if class_weights is None else class_weights.astype(dtype) * part, 0)

@@ -269,13 +269,13 @@ def _evaluate(
 ) -> tuple[Array, Array]:
     # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
     unmasked_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
-    (p, t), of_pixels = without_mask_of_rows(mask, (*axes, -1), p, t)
-    p, t = wide_selected(p, of_pixels), wide_selected(t, of_pixels)
+    (p, t), pixel_mask = without_mask_of_rows(mask, (*axes, -1), p, t)
+    p, t = wide_selected(p, pixel_mask), wide_selected(t, pixel_mask)
     if apply_softmax:
-        p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, of_pixels)
-    p = selected(p, of_pixels)
+        p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, pixel_mask)
+    p = selected(p, pixel_mask)
     overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (p * t, p, t))
-    if of_pixels is not mask:
+    if pixel_mask is not mask:
         overlap, sum_p, sum_t = (jnp.where(unmasked_rows, x, 0) for x in (overlap, sum_p, sum_t))
     smooth, alpha, beta = weights
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth

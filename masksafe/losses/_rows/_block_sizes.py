@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from masksafe._core import platforms, sharding
-from masksafe.losses._rows._formula import Formula
+from masksafe.losses._rows._formula import Formula, FormulaByParts
 from masksafe.losses._rows._sources import LinearInputs
 
 
@@ -24,7 +24,7 @@ class Options(NamedTuple):
 
     def sizes(self, inputs: LinearInputs, on_cpu: bool, *, is_masked: bool) -> Sizes:
         """The sizes for these arrays; under a mask blocks are smaller, so that more can be skipped."""
-        layers, by_parts = inputs.layers, self.formula.by_parts
+        layers, by_parts = inputs.layers, isinstance(self.formula, FormulaByParts)
         tokens, classes = max(1, math.prod(inputs.tokens)), layers[0].kernel.shape[1]
         width = max(layer.kernel.shape[0] for layer in layers)
         if by_parts and not on_cpu:

@@ -50,9 +50,9 @@ _NOWHERE = 2**30  # stands for no class
 _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
 
 
-# The outputs of a row: its cross-entropy or the negative one; the mean cross-entropy of all classes as labels; the
-# square of the logsumexp; the entropy; the logsumexp; and the class of the largest x, which counts from 1, since a
-# masked row has 0, and is NaN if there is none.
+# The outputs of a row: the cross-entropy, or its negative; its mean over all classes as the label, or over the unmasked
+# ones; the square of the logsumexp; the entropy; the logsumexp; and the class of the largest x, which counts from 1,
+# since a masked row has 0, and is NaN if there is none.
 Output = Literal["cross_entropy", "log_prob", "mean", "unmasked_mean", "square", "entropy", "logsumexp", "prediction"]
 PREDICTIONS: tuple[Output, Output] = ("logsumexp", "prediction")
 

@@ -5,7 +5,7 @@ logits follow from the sums and the cotangents of the outputs.
 """
 
 import abc
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,6 @@ class Formula(abc.ABC):
     """A loss of rows: of the logits `[..., V]` of one layer or two, and of further data, such as labels."""
 
     names: tuple[str, ...]  # of the outputs of a row
-    by_parts: ClassVar[bool] = False  # whether it is a `FormulaByParts`
 
     @property
     def gradients(self) -> int:
@@ -95,8 +94,6 @@ class FormulaByParts(Formula):
 
     Its rows can be computed in tiles of the classes, and each device can have some of the classes.
     """
-
-    by_parts = True
 
     @abc.abstractmethod
     def sums_of_each(self, part: LogitPart) -> Pytree:

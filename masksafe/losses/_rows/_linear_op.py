@@ -24,6 +24,7 @@ from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Arrays, Pytree, jitted
 from masksafe.losses._rows import _class_tiles, _token_blocks
 from masksafe.losses._rows._block_sizes import Options, Sizes
+from masksafe.losses._rows._formula import FormulaByParts
 from masksafe.losses._rows._sources import Linear, LinearInputs, as_rows
 
 _Args = tuple[LinearInputs, Arrays | None]  # the inputs and the weights
@@ -56,7 +57,7 @@ def evaluate(options: Options, inputs: LinearInputs, weights: Arrays | None = No
 def _dimensions(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Pytree:
     """The names of the dimensions of each array; the classes have none where every device needs all of them."""
     tokens: Pytree = PartitionSpec(*(f"tokens {axis}" for axis in range(len(inputs.tokens))))
-    classes: Pytree = PartitionSpec("classes" if options.formula.by_parts else None)
+    classes: Pytree = PartitionSpec("classes" if isinstance(options.formula, FormulaByParts) else None)
     layer = Linear(PartitionSpec(*tokens, None), PartitionSpec(None, *classes), classes)  # type: ignore[arg-type]
     names = LinearInputs((layer,) * len(inputs.layers), tokens, classes, tokens, tokens)
     weight_names = None if weights is None else tuple(tokens if w.ndim else PartitionSpec() for w in weights)
@@ -121,7 +122,7 @@ def _schedules(
 ) -> list[Callable[..., Pytree]]:
     """`in_blocks` on a CPU; elsewhere `in_tiles`, if the formula can be computed in them. Both with their sizes."""
     sizes_if = functools.partial(options.sizes, inputs, is_masked=inputs.unmasked is not None)
-    elsewhere = in_tiles if options.formula.by_parts else in_blocks
+    elsewhere = in_tiles if isinstance(options.formula, FormulaByParts) else in_blocks
     return [functools.partial(in_blocks, sizes_if(True)), functools.partial(elsewhere, sizes_if(False))]
 
 
