@@ -92,8 +92,9 @@ def info_nce_loss(
     """
     op = "info_nce_loss"
     batch = _read(op, x, y, _as_scalar(op, "scale", scale), None, where, ids)
-    with_columns = arguments.as_bool(op, "symmetric", symmetric)
-    return _loss(*_read_static(op, "logsumexp", with_columns, reduction, axis_name, block_size), batch)
+    return _read_and_evaluate(
+        op, batch, arguments.as_bool(op, "symmetric", symmetric), reduction, axis_name, block_size
+    )
 
 
 @public_op
@@ -148,7 +149,7 @@ def sigmoid_contrastive_loss(
     """
     op = "sigmoid_contrastive_loss"
     batch = _read(op, x, y, _as_scalar(op, "scale", scale), _as_scalar(op, "bias", bias), where, ids)
-    return _loss(*_read_static(op, "softplus", False, reduction, axis_name, block_size), batch)
+    return _read_and_evaluate(op, batch, False, reduction, axis_name, block_size)
 
 
 def _read(op: str, x: object, y: object, scale: Array, bias: Array | None, where: object, ids: object) -> _Batch:
@@ -176,17 +177,14 @@ def _as_ids(op: str, ids: object) -> Array:
     return arguments.as_index_array(op, "ids", ids)
 
 
-def _read_static(
-    op: str,
-    row_reduction: Reduction,
-    with_columns: bool,
-    reduction: LossReduction,
-    axis_name: object,
-    block_size: object,
-) -> tuple[NegativesConfig, LossReduction]:
+def _read_and_evaluate(
+    op: str, batch: _Batch, symmetric: bool, reduction: LossReduction, axis_name: object, block_size: object
+) -> Array:
     arguments.as_choice(op, "reduction", reduction, REDUCTIONS)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
-    return NegativesConfig(row_reduction, with_columns, _arguments.read_block_size(op, block_size), devices), reduction
+    row_reduction: Reduction = "logsumexp" if batch.bias is None else "softplus"
+    block_size = _arguments.read_block_size(op, block_size)
+    return _loss(NegativesConfig(row_reduction, symmetric, block_size, devices), reduction, batch)
 
 
 @jitted(0, 1)
@@ -194,8 +192,7 @@ def _loss(config: NegativesConfig, reduction: LossReduction, batch: _Batch) -> A
     vectors, number, row = PartitionSpec("rows", None), PartitionSpec(), PartitionSpec("rows")
     all_names = vectors, vectors, number, number, row, row
     names = tuple(None if x is None else name for x, name in zip(batch, all_names, strict=True))
-    devices = config.devices
-    on_device = functools.partial(_row_losses, config)
+    devices, on_device = config.devices, functools.partial(_row_losses, config)
     losses = per_device.along_devices(on_device, devices, tuple(batch), names, row, ("rows",))
     if reduction == "none":
         return losses
@@ -206,8 +203,7 @@ def _loss(config: NegativesConfig, reduction: LossReduction, batch: _Batch) -> A
 
 def _row_losses(config: NegativesConfig, devices: sharding.Devices, *arrays: Pytree) -> Array:
     """The losses `[N]`, 0 where masked."""
-    # Without `jax.shard_map`, as under checkify, explicit axes still split the arrays: then each device gathers all
-    # rows.
+    # Without `jax.shard_map`, as under checkify, explicit axes still split the arrays: each device gathers all rows.
     x, y, scale, bias, where, ids = jax.tree.map(lambda x: sharding.gathered_along(x, *range(x.ndim)), arrays)
     wide = jnp.promote_types(precision.wide_dtype(x.dtype), precision.wide_dtype(y.dtype))
     x, y = (x, y) if x.dtype == y.dtype else (x.astype(wide), y.astype(wide))
@@ -224,9 +220,8 @@ def _row_losses(config: NegativesConfig, devices: sharding.Devices, *arrays: Pyt
     pair_logits = masks.selected(pair_logits, where)  # a bad scale times 0 is NaN, which has a gradient of NaN
     if bias is not None:
         return masks.selected(jax.nn.softplus(-pair_logits) + sums.rows, where)
-    pair_logits = pair_logits + jnp.where(
-        pair_logits == jnp.inf, jnp.nan, 0.0
-    )  # a softmax with an infinite logit is NaN
+    # A softmax with an infinite logit is NaN.
+    pair_logits = pair_logits + jnp.where(pair_logits == jnp.inf, jnp.nan, 0.0)
     losses = jax.nn.softplus(sums.rows - pair_logits)
     if sums.columns is not None:
         losses = (losses + jax.nn.softplus(sums.columns - pair_logits)) / 2

@@ -16,7 +16,7 @@ from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 from masksafe.losses._labelled import Labelled, elements_at, read_integer_labels
 from masksafe.losses._layout import broadcast_widened
 from masksafe.losses._rows import _arguments
-from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._cross_entropy import CrossEntropy, TargetCrossEntropy
 from masksafe.losses._rows._dense import LabelConfig, label_outputs, target_loss_of_rows
 
 
@@ -228,23 +228,24 @@ def softmax_cross_entropy_with_integer_labels(
     op = "softmax_cross_entropy_with_integer_labels"
     hint = "For soft labels and one-hot rows use softmax_cross_entropy."
     axis_name = sharding.as_axis_name(op, axis_name)
-    label_smoothing, z_loss = _arguments.read_smoothing(op, label_smoothing, z_loss)
+    factors = _arguments.read_factors(op, label_smoothing, z_loss, "unmasked_mean")
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where, axis_name, hint)
-    formula = CrossEntropy.for_loss(label_smoothing, z_loss, over_unmasked_classes=label_smoothing > 0)
+    formula = CrossEntropy(tuple(factors))
     if class_weights is not None:
         number = math.prod(inputs.logits.shape[a] for a in axes)
         class_weights = _arguments.read_per_class(op, "class_weights", class_weights, number, "logits")
-    inputs = inputs._replace(class_weights=class_weights if label_smoothing > 0 else None)
+    inputs = inputs._replace(class_weights=class_weights if formula.has_mean else None)
     outputs = label_outputs(LabelConfig(formula, axes, axis_name), inputs, None)
-    if class_weights is not None and class_weights.size > 0 and label_smoothing < 1:  # JAX indexes no empty array
+    if (
+        class_weights is not None and class_weights.size > 0 and "cross_entropy" in factors
+    ):  # JAX indexes no empty array
         weighted = _weighted_by_labels(axes, axis_name, outputs[0], inputs, class_weights)
         outputs = weighted, *outputs[1:]
-    factors = (factor for factor in (1 - label_smoothing, label_smoothing, z_loss) if factor > 0)
-    losses = tuple(x if factor == 1 else x * factor for x, factor in zip(outputs, factors, strict=True))
+    losses = tuple(x if n == 1 else x * n for x, n in zip(outputs, factors.values(), strict=True))
     as_shared = lambda x: sharding.Devices(axis_name).shared(x.astype(inputs.logits.dtype))  # noqa: E731
     if not arguments.as_bool(op, "with_components", with_components):
         return label_checks.nan_where_bad(as_shared(functools.reduce(jnp.add, losses)), bad_rows)
-    cross_entropy, z_losses = map(as_shared, formula.components(losses))
+    cross_entropy, z_losses = map(as_shared, _arguments.components(factors, losses))
     return label_checks.nan_where_bad(cross_entropy, bad_rows), z_losses
 
 
@@ -286,7 +287,7 @@ def soft_cross_entropy(
     labels = broadcast_widened(labels, shape)
     bad_rows = label_checks.check_distributions(op, labels, where, axes)
     inputs = Labelled(broadcast_widened(logits, shape), labels, where)
-    (loss,) = target_loss_of_rows(axes, inputs, None)
+    (loss,) = target_loss_of_rows(axes, inputs, TargetCrossEntropy())
     return label_checks.nan_where_bad(loss.astype(dtype), bad_rows)
 
 

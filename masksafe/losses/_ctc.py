@@ -150,16 +150,27 @@ def _ctc_loss(
     logits, labels = arguments.as_float_array(op, "logits", logits), arguments.as_label_array(op, "labels", labels)
     frame_paddings = _as_paddings(op, "logit_paddings", frame_paddings)
     label_paddings = _as_paddings(op, "label_paddings", label_paddings)
-    _check_shapes(op, logits, frame_paddings, labels, label_paddings, blank_id)
+    if logits.ndim != 3:
+        raise ValueError(arguments.message(op, "logits", f"shape {logits.shape}", "[batch, time, num_classes]"))
+    if labels.ndim != 2 or labels.shape[0] != logits.shape[0]:
+        expected = f"[batch, length] with the batch size {logits.shape[0]} of logits {logits.shape}"
+        raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected))
+    shapes = {"logit_paddings": (frame_paddings, logits.shape[:2]), "label_paddings": (label_paddings, labels.shape)}
+    for name, (paddings, shape) in shapes.items():
+        if paddings.shape != shape:
+            raise ValueError(arguments.message(op, name, f"shape {paddings.shape}", f"{shape}"))
+    arguments.check_is_known(op, "blank_id", blank_id, "a class")
+    if not isinstance(blank_id, numbers.Integral) or not -logits.shape[-1] <= blank_id < logits.shape[-1]:
+        expected = f"a class of logits {logits.shape}"
+        raise ValueError(arguments.message(op, "blank_id", f"value {blank_id!r}", expected))
     mask = read_mask(op, where, logits.shape, "the input", "elements or rows", (1, 2))
 
     unmasked = jnp.broadcast_to((frame_paddings == 0)[..., None], logits.shape)
     unmasked = unmasked if mask is None else unmasked & mask
     frames = frame_paddings == 0 if mask is None else jnp.any(unmasked, -1)
     unmasked_labels = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
-    allowed = (
-        unmasked_labels[..., None] if mask is None else unmasked_labels[..., None] & jnp.any(unmasked, 1, keepdims=True)
-    )
+    allowed = unmasked_labels[..., None]
+    allowed = allowed if mask is None else allowed & jnp.any(unmasked, 1, keepdims=True)
     bad_labels = label_checks.check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None)
     text, checked = "0 on the right of a padded label (1 means padding)", jnp.any(frames, 1, keepdims=True)
     bad_paddings = label_checks.check_elements(
@@ -225,21 +236,3 @@ def _log_add(a: Array, b: Array) -> Array:
     """log(e^a + e^b), whose derivatives are 0 where both are -inf."""
     are_zero = (a == -jnp.inf) & (b == -jnp.inf)
     return jnp.where(are_zero, -jnp.inf, jnp.logaddexp(jnp.where(are_zero, 0, a), jnp.where(are_zero, 0, b)))
-
-
-def _check_shapes(
-    op: str, logits: Array, logit_paddings: Array, labels: Array, label_paddings: Array, blank_id: int
-) -> None:
-    if logits.ndim != 3:
-        raise ValueError(arguments.message(op, "logits", f"shape {logits.shape}", "[batch, time, num_classes]"))
-    if labels.ndim != 2 or labels.shape[0] != logits.shape[0]:
-        expected = f"[batch, length] with the batch size {logits.shape[0]} of logits {logits.shape}"
-        raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected))
-    shapes = {"logit_paddings": (logit_paddings, logits.shape[:2]), "label_paddings": (label_paddings, labels.shape)}
-    for name, (paddings, shape) in shapes.items():
-        if paddings.shape != shape:
-            raise ValueError(arguments.message(op, name, f"shape {paddings.shape}", f"{shape}"))
-    arguments.check_is_known(op, "blank_id", blank_id, "a class")
-    if not isinstance(blank_id, numbers.Integral) or not -logits.shape[-1] <= blank_id < logits.shape[-1]:
-        expected = f"a class of logits {logits.shape}"
-        raise ValueError(arguments.message(op, "blank_id", f"value {blank_id!r}", expected))

@@ -98,9 +98,8 @@ def generalized_kl_divergence(
 
       Bregman, "The relaxation method of finding the common point of convex sets", 1967.
     """
-    return _divergence(
-        "generalized_kl_divergence", _generalized_kl_terms, _POSITIVE, log_predictions, targets, axis, where
-    )
+    op = "generalized_kl_divergence"
+    return _divergence(op, _generalized_kl_terms, _POSITIVE, log_predictions, targets, axis, where)
 
 
 @public_op
@@ -184,17 +183,11 @@ _LOGARITHMS = Check("log_targets", lambda t: t < jnp.inf, "NaN or +inf as logari
 
 
 def _divergence(
-    op: str,
-    terms: Terms,
-    check: Check,
-    log_predictions: ArrayLike,
-    targets: ArrayLike,
-    axis: Axis | None,
-    where: ArrayLike | None,
+    op: str, terms: Terms, check: Check, log_p: ArrayLike, t: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> Array:
     """The sum of the unmasked `terms(log_predictions, targets)`, which are called with 0 for masked elements."""
     name = check.argument
-    log_p, t = as_float_array(op, "log_predictions", log_predictions), as_float_array(op, name, targets)
+    log_p, t = as_float_array(op, "log_predictions", log_p), as_float_array(op, name, t)
     shape = broadcast_shapes(op, **{"log_predictions": log_p.shape, name: t.shape})
     mask = read_mask(op, where, shape, f"log_predictions and {name} together")
     bad = label_checks.check_elements(op, t, shape, mask, check.is_valid, check.otherwise)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, Unpack, overload
+from typing import Unpack, overload
 
 import jax.numpy as jnp
 
@@ -12,15 +12,16 @@ from masksafe._core.masks import as_weights_of, both, read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, jitted
 from masksafe.losses._rows import _arguments
+from masksafe.losses._rows._arguments import No, Yes
 from masksafe.losses._rows._block_sizes import Options
-from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._cross_entropy import PREDICTIONS, CrossEntropy
 from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
 _OP = "linear_softmax_cross_entropy"
 
 
-class _CrossEntropyOptions(_arguments.LabelOptions, total=False):
+class _Rest(_arguments.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
     reduction: LossReduction
@@ -32,34 +33,19 @@ class _CrossEntropyOptions(_arguments.LabelOptions, total=False):
 
 @overload
 def linear_softmax_cross_entropy(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_components: Literal[False] = False,
-    **options: Unpack[_CrossEntropyOptions],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_components: No = False, **rest: Unpack[_Rest]
 ) -> Array: ...
 
 
 @overload
 def linear_softmax_cross_entropy(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_components: Literal[True],
-    **options: Unpack[_CrossEntropyOptions],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_components: Yes, **rest: Unpack[_Rest]
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def linear_softmax_cross_entropy(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_components: bool,
-    **options: Unpack[_CrossEntropyOptions],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_components: bool, **rest: Unpack[_Rest]
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -69,9 +55,9 @@ def linear_softmax_cross_entropy(
     kernel: ArrayLike,
     labels: ArrayLike,
     *,
-    with_components: bool = False,
-    with_predictions: Literal[True],
-    **options: Unpack[_CrossEntropyOptions],
+    with_components: bool = ...,
+    with_predictions: Yes,
+    **rest: Unpack[_Rest],
 ) -> tuple[Array, ...]: ...
 
 
@@ -177,8 +163,8 @@ def linear_softmax_cross_entropy(
     where = read_mask(_OP, where, labels.shape, "labels", "tokens")
     arguments.as_choice(_OP, "reduction", reduction, REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    label_smoothing, z_loss = _arguments.read_smoothing(_OP, label_smoothing, z_loss)
-    soft_cap = _arguments.read_soft_cap(_OP, logit_soft_cap)
+    numbers = _arguments.read_factors(_OP, label_smoothing, z_loss, "mean")
+    soft_cap = _arguments.read_optional_number(_OP, "logit_soft_cap", logit_soft_cap)
     block_size = _arguments.read_block_size(_OP, block_size)
     class_mask = _arguments.read_class_mask(_OP, class_mask, kernel)
     if class_weights is not None:
@@ -189,25 +175,30 @@ def linear_softmax_cross_entropy(
     inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
     where = inputs.unmasked
     token_weights = None if weights is None else _cleaned(weights, where, labels.shape)
-    label_weights = _label_weights(axis_name, labels, where, class_weights, token_weights)
+    label_weights = token_weights
+    if class_weights is not None:
+        label_weights = _arguments.weights_of_labels(class_weights, labels, where, axis_name)
+        if token_weights is not None:
+            # The loss at the label may be infinite: the derivative of the product would be NaN.
+            is_zero = (token_weights == 0) | (label_weights == 0) & ~jnp.isnan(token_weights)
+            label_weights = jnp.where(is_zero, 0, token_weights * label_weights.astype(token_weights.dtype))
 
     dtype = precision.wide_dtype(layer.dtype)
-    terms = (1 - label_smoothing, label_weights), (label_smoothing, token_weights), (z_loss, token_weights)
     # The factors of the outputs: scalars, or one for each token.
-    factors = tuple(jnp.asarray(n, dtype) if w is None else w.astype(dtype) * n for n, w in terms if n > 0)
+    weighted = ((n, label_weights if name == "cross_entropy" else token_weights) for name, n in numbers.items())
+    factors = tuple(jnp.asarray(n, dtype) if w is None else w.astype(dtype) * n for n, w in weighted)
     with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
     # A token that adds nothing to the loss costs no time, unless its predictions are asked for: a class weight of 0
     # does not mask them.
-    needed_factors = (
-        factors if not with_predictions else () if token_weights is None else (token_weights.astype(dtype),)
-    )
+    needed_factors = factors
+    if with_predictions:
+        needed_factors = () if token_weights is None else (token_weights.astype(dtype),)
     if needed_factors and all(factor.ndim for factor in needed_factors):
         has_factor = functools.reduce(jnp.logical_or, [factor != 0 for factor in needed_factors])
         inputs = inputs._replace(unmasked=both(where, has_factor))
-    formula = CrossEntropy.for_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
-    options = Options(formula, block_size, axis_name)
+    options = Options(CrossEntropy((*numbers, *PREDICTIONS * with_predictions), soft_cap), block_size, axis_name)
     bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
-    if formula.with_all_classes:
+    if "mean" in numbers:
         inputs = inputs._replace(class_weights=_smoothing_weights(axis_name, inputs, class_weights))
     with_components = arguments.as_bool(_OP, "with_components", with_components)
     results: tuple[Array, ...]
@@ -216,7 +207,7 @@ def linear_softmax_cross_entropy(
         outputs = evaluate(options, inputs)
         predictions = _arguments.predictions(*outputs[-2:]) if with_predictions else ()
         losses = tuple(_arguments.weighted_losses(x, factor) for x, factor in zip(outputs, factors, strict=False))
-        results = formula.components(losses) if with_components else (functools.reduce(jnp.add, losses),)
+        results = _arguments.components(numbers, losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
         results = (evaluate(options, inputs, factors),)
@@ -244,30 +235,13 @@ def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Arr
     return jnp.where(weights == 0, 0, weights)  # an element without weight has no gradient
 
 
-def _label_weights(
-    axis_name: sharding.AxisName,
-    labels: Array,
-    where: Array | None,
-    class_weights: Array | None,
-    token_weights: Array | None,
-) -> Array | None:
-    if class_weights is None:
-        return token_weights
-    weights = _arguments.weights_of_labels(class_weights, labels, where, axis_name)
-    if token_weights is None:
-        return weights
-    # The loss at the label may be infinite: the derivative of the product would be NaN.
-    is_zero = (token_weights == 0) | (weights == 0) & ~jnp.isnan(token_weights)
-    return jnp.where(is_zero, 0, token_weights * weights.astype(token_weights.dtype))
-
-
 def _smoothing_weights(axis_name: sharding.AxisName, inputs: LinearInputs, class_weights: Array | None) -> Array | None:
     """The class weights of label smoothing: 0 where a bias of -inf excludes a class, whose part the others share."""
     bias = inputs.layers[0].bias
     if bias is None:
         return class_weights
     devices, dtype = sharding.Devices(axis_name), inputs.sum_dtype
-    is_left = bias.astype(dtype) != -jnp.inf  # as in the logits, whose dtype may be narrower
-    number = jnp.maximum(devices.sum(unfolded.number_of(is_left)), 1).astype(dtype)
+    is_included = bias.astype(dtype) != -jnp.inf  # as in the logits, whose dtype may be narrower
+    number = jnp.maximum(devices.sum(unfolded.number_of(is_included)), 1).astype(dtype)
     part = bias.size * devices.size / number
-    return jnp.where(is_left, part if class_weights is None else class_weights.astype(dtype) * part, 0)
+    return jnp.where(is_included, part if class_weights is None else class_weights.astype(dtype) * part, 0)

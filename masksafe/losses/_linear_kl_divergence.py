@@ -10,8 +10,9 @@ from typing import Literal, cast
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import label_checks, labels
+from masksafe._core import label_checks
 from masksafe._core.arguments import as_choice, as_float_array, as_label_array, check_is_known, message
+from masksafe._core.labels import is_class
 from masksafe._core.masks import either, read_mask
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction
@@ -23,7 +24,6 @@ from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
-_BETWEEN_0_AND_1 = label_checks.Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
 
 
 @public_op
@@ -198,16 +198,23 @@ def linear_kl_divergence_with_top_k_targets(
     op = _OP_OF_TOP_K
     student = _arguments.read_layer(op, features, kernel, bias)
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
-    targets = _read_top_k(tokens, target_log_probs, target_classes)
+    log_probs = lax.stop_gradient(as_float_array(op, "target_log_probs", target_log_probs))
+    labels = as_label_array(op, "target_classes", target_classes)
+    if log_probs.shape[:-1] != tokens or log_probs.ndim != len(tokens) + 1 or log_probs.shape[-1] == 0:
+        expected = f"{tokens} and a last axis of at least one class, the tokens of features"
+        raise ValueError(message(op, "target_log_probs", f"shape {log_probs.shape}", expected))
+    if labels.shape != log_probs.shape:
+        expected = f"{log_probs.shape}, that of target_log_probs"
+        raise ValueError(message(op, "target_classes", f"shape {labels.shape}", expected))
+    targets = TopK(log_probs, labels)
     if where is not None and jnp.ndim(where) == len(tokens) + 1:
         target_mask = cast(Array, read_mask(op, where, targets.classes.shape, "target_classes", "tokens"))
         targets, where = targets._replace(unmasked=target_mask), any_of(target_mask, -1)
     unmasked = read_mask(op, where, tokens, "the tokens", "tokens")
     class_mask = _arguments.read_class_mask(op, class_mask, student.kernel)
     with_rest = as_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
-    options = _read_options(
-        op, temperature, direction, beta, reduction, block_size, has_top_k=True, with_rest=with_rest
-    )
+    flags = {"has_top_k": True, "with_rest": with_rest}
+    options = _read_options(op, temperature, direction, beta, reduction, block_size, **flags)
     bad_rows = _check_top_k(targets, unmasked, classes, class_mask)
     inputs = LinearInputs((student,), targets, None, unmasked).without_masked(class_mask)
     losses = _reduced(options, reduction, inputs, unmasked)
@@ -217,27 +224,14 @@ def linear_kl_divergence_with_top_k_targets(
 # The arguments.
 
 
-def _read_top_k(tokens: tuple[int, ...], log_probs: ArrayLike, classes: ArrayLike) -> TopK:
-    op = _OP_OF_TOP_K
-    log_probs = lax.stop_gradient(as_float_array(op, "target_log_probs", log_probs))
-    classes = as_label_array(op, "target_classes", classes)
-    if log_probs.shape[:-1] != tokens or log_probs.ndim != len(tokens) + 1 or log_probs.shape[-1] == 0:
-        expected = f"{tokens} and a last axis of at least one class, the tokens of features"
-        raise ValueError(message(op, "target_log_probs", f"shape {log_probs.shape}", expected))
-    if classes.shape != log_probs.shape:
-        expected = f"{log_probs.shape}, that of target_log_probs"
-        raise ValueError(message(op, "target_classes", f"shape {classes.shape}", expected))
-    return TopK(log_probs, classes)
-
-
 def _read_options(
     op: str, temperature: float, direction: str, beta: float, reduction: str, block_size: int | None, **flags: bool
 ) -> Options:
     as_choice(op, "direction", direction, DIRECTIONS)
     as_choice(op, "reduction", reduction, REDUCTIONS)
-    temperature = _arguments.read_temperature(op, temperature)
+    temperature = _arguments.read_number(op, "temperature", temperature)
     hint = 'For the limits pass direction="forward" or "reverse".'
-    beta = _arguments.read_number(op, "beta", beta, _BETWEEN_0_AND_1, hint)
+    beta = _arguments.read_number(op, "beta", beta, hint)
     return Options(Divergence(direction, beta, temperature, **flags), _arguments.read_block_size(op, block_size))
 
 
@@ -251,12 +245,12 @@ def _check_top_k(targets: TopK, unmasked: Array | None, num_classes: int, class_
         return None if bad is None else any_of(bad, -1)
 
     def is_unmasked(classes: Array) -> Array:
-        return ~labels.is_class(classes, num_classes) | cast(Array, class_mask)[jnp.clip(classes, 0, num_classes - 1)]
+        return ~is_class(classes, num_classes) | cast(Array, class_mask)[jnp.clip(classes, 0, num_classes - 1)]
 
     check_classes = functools.partial(check, "target_classes", targets.classes)
     most = 8 * float(jnp.finfo(targets.log_probs.dtype).eps)
     found = [
-        check_classes(lambda x: labels.is_class(x, num_classes), f"outside [0, {num_classes})"),
+        check_classes(lambda x: is_class(x, num_classes), f"outside [0, {num_classes})"),
         check_classes(lambda _: ~is_repeated(targets.distinct), "repeated in their row"),
         check("target_log_probs", targets.log_probs, lambda x: x <= most, "logarithms above 0 or NaN"),
         None if class_mask is None else check_classes(is_unmasked, "at a masked class"),

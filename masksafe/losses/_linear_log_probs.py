@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Unpack, overload
 
 from masksafe._core import arguments, label_checks, sharding
 from masksafe._core.masks import read_mask
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows import _arguments
+from masksafe.losses._rows._arguments import No, Yes
 from masksafe.losses._rows._block_sizes import Options
-from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._cross_entropy import PREDICTIONS, CrossEntropy, Output
 from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
 _OP = "linear_log_probs"
 
 
-class _LogProbOptions(_arguments.LabelOptions, total=False):
+class _Rest(_arguments.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
     temperature: float
@@ -25,29 +26,19 @@ class _LogProbOptions(_arguments.LabelOptions, total=False):
 
 @overload
 def linear_log_probs(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_entropy: Literal[False] = False,
-    **options: Unpack[_LogProbOptions],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_entropy: No = False, **rest: Unpack[_Rest]
 ) -> Array: ...
 
 
 @overload
 def linear_log_probs(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_entropy: Literal[True],
-    **options: Unpack[_LogProbOptions],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_entropy: Yes, **rest: Unpack[_Rest]
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def linear_log_probs(
-    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_entropy: bool, **options: Unpack[_LogProbOptions]
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_entropy: bool, **rest: Unpack[_Rest]
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -57,9 +48,9 @@ def linear_log_probs(
     kernel: ArrayLike,
     labels: ArrayLike,
     *,
-    with_entropy: bool = False,
-    with_predictions: Literal[True],
-    **options: Unpack[_LogProbOptions],
+    with_entropy: bool = ...,
+    with_predictions: Yes,
+    **rest: Unpack[_Rest],
 ) -> tuple[Array, ...]: ...
 
 
@@ -142,14 +133,15 @@ def linear_log_probs(
     where = read_mask(_OP, where, labels.shape, "labels", "tokens")
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
-    logit_options = _arguments.read_soft_cap(_OP, logit_soft_cap), _arguments.read_temperature(_OP, temperature)
+    soft_cap = _arguments.read_optional_number(_OP, "logit_soft_cap", logit_soft_cap)
+    temperature = _arguments.read_number(_OP, "temperature", temperature)
     block_size = _arguments.read_block_size(_OP, block_size)
     class_mask = _arguments.read_class_mask(_OP, class_mask, layer.kernel)
     inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
     bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
     with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
-    flags = {"with_entropy": with_entropy, "with_predictions": with_predictions}
-    formula = CrossEntropy(*logit_options, as_log_prob=True, **flags)
+    names: tuple[Output, ...] = ("log_prob", "entropy") if with_entropy else ("log_prob",)
+    formula = CrossEntropy(names + PREDICTIONS * with_predictions, soft_cap, temperature)
     log_probs, *others = evaluate(Options(formula, block_size, axis_name), inputs)
     if with_predictions:
         others[-2:] = _arguments.predictions(*others[-2:])

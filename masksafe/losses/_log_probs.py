@@ -8,8 +8,8 @@ from masksafe._core import arguments, label_checks
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe.losses._labelled import read_integer_labels
-from masksafe.losses._rows._arguments import read_temperature
-from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._arguments import read_number
+from masksafe.losses._rows._cross_entropy import CrossEntropy, Output
 from masksafe.losses._rows._dense import LabelConfig, label_outputs
 
 
@@ -109,10 +109,14 @@ def log_probs(
       `distrax.Categorical <https://github.com/google-deepmind/distrax>`_.
     """
     op = "log_probs"
-    temperature, with_entropy = read_temperature(op, temperature), arguments.as_bool(op, "with_entropy", with_entropy)
+    temperature, with_entropy = (
+        read_number(op, "temperature", temperature),
+        arguments.as_bool(op, "with_entropy", with_entropy),
+    )
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where)
     static, array = (1.0, None) if temperature == 1 else arguments.as_static_or_array(temperature, *inputs[:2])
-    formula = CrossEntropy(temperature=1.0 if static is None else static, as_log_prob=True, with_entropy=with_entropy)
+    names: tuple[Output, ...] = ("log_prob", "entropy") if with_entropy else ("log_prob",)
+    formula = CrossEntropy(names, temperature=1.0 if static is None else static)
     log_p, *entropies = label_outputs(LabelConfig(formula, axes), inputs, array)
     log_p = label_checks.nan_where_bad(log_p, bad_rows)
     return (log_p, entropies[0]) if with_entropy else log_p

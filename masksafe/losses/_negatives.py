@@ -101,14 +101,11 @@ def _product(d_z: Array, vectors: Array, axis: int) -> Array:
 
 # Rows in blocks, with the columns of one device.
 
+_Visit = Callable[[Pytree, Pytree, Pytree], tuple[Pytree, Pytree]]
+
 
 def in_blocks(
-    size: int | None,
-    fn: Callable[[Pytree, Pytree, Pytree], tuple[Pytree, Pytree]],
-    rows: Side,
-    columns: Pytree,
-    carry: Pytree,
-    row_data: Pytree,
+    size: int | None, fn: _Visit, rows: Side, columns: Pytree, carry: Pytree, row_data: Pytree
 ) -> tuple[Pytree, Pytree]:
     """`fn(columns, carry, (rows, row_data))` for blocks of at most `size` rows; it returns a carry and results of rows.
 
@@ -120,9 +117,8 @@ def in_blocks(
         return on_block(carry, (rows, row_data))
     size = even_size(number, size)
     blocks = -(-number // size)
-    unmasked = (
-        jnp.ones(number, bool) if rows.unmasked is None else rows.unmasked
-    )  # the last block is filled up with masked rows
+    # The last block is filled up with masked rows.
+    unmasked = jnp.ones(number, bool) if rows.unmasked is None else rows.unmasked
 
     def cut(x: Array) -> Array:
         padded = jnp.pad(x, [(0, blocks * size - number), *[(0, 0)] * (x.ndim - 1)])
@@ -151,9 +147,7 @@ def with_block_size(fn: Callable[..., Tree], size: int | None, pairs: int, *args
 # The columns of all devices.
 
 
-def _go_round(
-    devices: sharding.Devices, visit: Callable[[Pytree, Pytree, Pytree], tuple[Pytree, Pytree]], y: Pytree, sums: Pytree
-) -> Pytree:
+def _go_round(devices: sharding.Devices, visit: _Visit, y: Pytree, sums: Pytree) -> Pytree:
     """The sums of this device's columns and rows, after `visit(y, column_sums, row_sums)` with each device's `y`."""
     if not devices.are_many:
         return visit(y, *sums)
@@ -186,9 +180,8 @@ def _sums(config: NegativesConfig, size: int | None, scaling: Scaling, x: Side, 
         return columns, row_sums.plus(Exponentials(*map(jnp.ravel, Exponentials.of(z, 1))))
 
     visit = functools.partial(in_blocks, size, sum_block, x)
-    column_sums, row_sums = _go_round(
-        config.devices, visit, y, (column_sums if config.with_columns else None, row_sums)
-    )
+    start = column_sums if config.with_columns else None, row_sums
+    column_sums, row_sums = _go_round(config.devices, visit, y, start)
     if config.reduction == "softplus":
         return PairSums(row_sums, None)
     return PairSums(row_sums.logarithm, column_sums.logarithm if config.with_columns else None)

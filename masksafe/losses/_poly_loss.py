@@ -10,6 +10,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, DType, jitted
 from masksafe.losses import _layout
 from masksafe.losses._labelled import Labelled
+from masksafe.losses._rows._cross_entropy import TargetCrossEntropy
 from masksafe.losses._rows._dense import target_loss_of_rows
 
 
@@ -83,5 +84,5 @@ def _evaluate(
     mask = None if mask is None else jnp.expand_dims(mask, range(more))
     epsilon = epsilon.astype(precision.wide_dtype(jnp.promote_types(logits.dtype, labels.dtype)))
     epsilon = selected(jnp.broadcast_to(epsilon, rows), _layout.find_unmasked_rows(mask, axes))
-    (losses,) = target_loss_of_rows(axes, Labelled(logits, labels, mask), epsilon)
+    (losses,) = target_loss_of_rows(axes, Labelled(logits, labels, mask), TargetCrossEntropy(epsilon.reshape(*rows, 1)))
     return label_checks.nan_where_bad(losses.astype(dtype), bad_rows)

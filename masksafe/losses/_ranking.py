@@ -16,6 +16,7 @@ from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import mean
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import broadcast_widened, find_unmasked_rows
+from masksafe.losses._rows._cross_entropy import TargetCrossEntropy
 from masksafe.losses._rows._dense import target_loss_of_rows
 
 
@@ -81,7 +82,7 @@ def ranking_softmax_loss(
         weighting = weighting_of(targets, mask, jnp.broadcast_to(weights, shape))
         targets = weighted(precision.widened(selected(targets, weighting.where)), weighting.weights)
     inputs = Labelled(broadcast_widened(logits, shape), targets, mask)
-    (losses,) = target_loss_of_rows((len(shape) - 1,), inputs, None)
+    (losses,) = target_loss_of_rows((len(shape) - 1,), inputs, TargetCrossEntropy())
     unmasked_rows = find_unmasked_rows(mask, (len(shape) - 1,))
     unmasked_rows = None if unmasked_rows is None else jnp.broadcast_to(unmasked_rows, losses.shape)
     losses = losses.astype(dtype)

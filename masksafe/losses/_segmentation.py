@@ -89,7 +89,6 @@ def dice_loss(
     as_choice(op, "reduction", reduction, REDUCTIONS)
     reduced_axes = axes if reduction == "none" else (*axes, p.ndim - 1)
     mask = read_mask(op, where, p.shape, "the input", "elements or rows", reduced_axes)
-    ignore_background = as_bool(op, "ignore_background", ignore_background)
     apply_softmax, weights = as_bool(op, "apply_softmax", apply_softmax), (smooth, alpha, beta)
     losses, unmasked_rows = _class_losses(op, p, t, mask, axes, weights, apply_softmax)
 
@@ -97,11 +96,10 @@ def dice_loss(
         if class_weights.shape != p.shape[-1:]:
             raise ValueError(message(op, "class_weights", f"shape {class_weights.shape}", f"{p.shape[-1:]}"))
         losses = _weight_losses(losses, class_weights, unmasked_rows)
-    losses, unmasked_rows = _drop_background(losses, unmasked_rows) if ignore_background else (losses, unmasked_rows)
-    if reduction == "mean":
-        losses = mean(losses, -1, unmasked_rows)
-    elif reduction == "sum":
-        losses = jnp.sum(losses, -1)
+    if as_bool(op, "ignore_background", ignore_background) and losses.shape[-1] > 1:
+        losses, unmasked_rows = losses[..., 1:], unmasked_rows[..., 1:]
+    if reduction != "none":
+        losses = mean(losses, -1, unmasked_rows) if reduction == "mean" else jnp.sum(losses, -1)
     return losses.astype(dtype)
 
 
@@ -160,7 +158,6 @@ def multiclass_generalized_dice_loss(
         raise ValueError(message(op, "targets", f"shape {t.shape}", f"that of predictions {p.shape}, not ()"))
     dtype = jnp.result_type(p.dtype, _float_dtype(t, jnp.float32), smooth)
     mask = read_mask(op, where, p.shape, "the input", "elements or rows", tuple(range(p.ndim)))
-    ignore_background = as_bool(op, "ignore_background", ignore_background)
     apply_softmax, axes = as_bool(op, "apply_softmax", apply_softmax), tuple(range(1, p.ndim - 1))
     losses, unmasked_rows = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), apply_softmax)
 
@@ -170,7 +167,8 @@ def multiclass_generalized_dice_loss(
     number = unfolded.number_of(is_present).astype(weights.dtype)
     weights *= number / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
     losses = _weight_losses(losses, weights, unmasked_rows)
-    losses, unmasked_rows = _drop_background(losses, unmasked_rows) if ignore_background else (losses, unmasked_rows)
+    if as_bool(op, "ignore_background", ignore_background) and losses.shape[-1] > 1:
+        losses, unmasked_rows = losses[..., 1:], unmasked_rows[..., 1:]
     return mean(losses, where=unmasked_rows).astype(dtype)
 
 
@@ -271,13 +269,13 @@ def _evaluate(
 ) -> tuple[Array, Array]:
     # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
     unmasked_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
-    (p, t), of_pixels = without_mask_of_rows(mask, (*axes, -1), p, t)
-    p, t = wide_selected(p, of_pixels), wide_selected(t, of_pixels)
+    (p, t), pixel_mask = without_mask_of_rows(mask, (*axes, -1), p, t)
+    p, t = wide_selected(p, pixel_mask), wide_selected(t, pixel_mask)
     if apply_softmax:
-        p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, of_pixels)
-    p = selected(p, of_pixels)
+        p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, pixel_mask)
+    p = selected(p, pixel_mask)
     overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (p * t, p, t))
-    if of_pixels is not mask:
+    if pixel_mask is not mask:
         overlap, sum_p, sum_t = (jnp.where(unmasked_rows, x, 0) for x in (overlap, sum_p, sum_t))
     smooth, alpha, beta = weights
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
@@ -297,8 +295,3 @@ def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
 def _weight_losses(losses: Array, weights: Array, unmasked_rows: Array) -> Array:
     """The losses `[..., num_classes]` times the weights `[num_classes]`."""
     return selected(losses * jnp.expand_dims(weights, range(losses.ndim - 1)), unmasked_rows)
-
-
-def _drop_background(losses: Array, unmasked_rows: Array) -> tuple[Array, Array]:
-    """Leaves class 0 out of both, unless it is the only one."""
-    return (losses[..., 1:], unmasked_rows[..., 1:]) if losses.shape[-1] > 1 else (losses, unmasked_rows)

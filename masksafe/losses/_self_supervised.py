@@ -76,9 +76,8 @@ def ntxent(
     # The first sample of a pair is split over devices like the batch; the second is gathered on all devices.
     batch = jax.typeof(z).sharding.spec[0] if sharding.is_sharded(z) else None
     row_label, every_label = _reshard_first_axis(labels, batch), _reshard_first_axis(labels, None)
-    unmasked_rows, every_unmasked_row = (
-        _reshard_first_axis(find_unmasked_rows(mask, (1,)), axes) for axes in (batch, None)
-    )
+    unmasked = find_unmasked_rows(mask, (1,))
+    unmasked_rows, every_unmasked_row = (_reshard_first_axis(unmasked, axes) for axes in (batch, None))
     units = unit_vector(wide_selected(z, mask), (1,))
     units, every_unit = _reshard_first_axis(units, batch), _reshard_first_axis(units, None)
     rows, columns = Side(units, row_label, unmasked_rows), Side(every_unit, every_label, every_unmasked_row)
@@ -90,9 +89,7 @@ def ntxent(
 def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Array) -> tuple[Array, Array]:
     """The sum of the losses of all pairs of samples with the same label, and their number."""
 
-    def sum_block(
-        columns: Side, sums: tuple[Array, Array], rows_and_index: tuple[Side, Array]
-    ) -> tuple[tuple[Array, Array], None]:
+    def sum_block(columns: Side, sums: Pytree, rows_and_index: tuple[Side, Array]) -> tuple[Pytree, None]:
         (units, label, unmasked), index = rows_and_index
         x = jnp.matmul(units, columns.vectors.T, precision=jax.lax.Precision.HIGHEST) / temperature
         same = label[:, None] == columns.keys[None]
@@ -187,16 +184,9 @@ def triplet_margin_loss(
 
 @jitted(0, 1, 2)
 def _evaluate_triplets(
-    axes: Axes,
-    dtype: DType,
-    known_degree: int | None,
-    vectors: list[Array],
-    mask: Array | None,
-    degree: Array,
-    margin: ArrayLike,
-    eps: ArrayLike,
+    axes: Axes, dtype: DType, known_degree: int | None, vectors: list[Array], mask: Array | None, *numbers: Pytree
 ) -> Array:
-    unmasked_rows = find_unmasked_rows(mask, axes)
+    (degree, margin, eps), unmasked_rows = numbers, find_unmasked_rows(mask, axes)
     degrees = () if known_degree is not None else (jnp.reshape(degree, (1,) * vectors[0].ndim),)
 
     power = jnp.power if known_degree is None else lambda x: jnp.power(x, known_degree)

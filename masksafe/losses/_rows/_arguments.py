@@ -1,8 +1,10 @@
 """The arguments that losses of a linear layer share; some functions read those of losses of logits, too."""
 
+import functools
 import math
 import numbers
-from typing import TypedDict
+from collections.abc import Iterable
+from typing import Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,12 @@ from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, either
 from masksafe._core.precision import widened
 from masksafe._core.sharding import AxisName, Devices, gathered_along, is_sharded
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, Arrays
+from masksafe.losses._rows._cross_entropy import Output
 from masksafe.losses._rows._sources import Linear, LinearInputs
+
+Yes = Literal[True]  # of an argument that decides what is returned
+No = Literal[False]
 
 
 class LabelOptions(TypedDict, total=False):
@@ -115,30 +121,40 @@ def at_labels(values: Array, labels: Array, axis_name: AxisName) -> Array:
     return Devices(axis_name).sum(jnp.where(is_here, found, 0))
 
 
-def read_number(op: str, argument: str, value: float, allowed: Range, hint: str = "") -> float:
-    value = as_number(op, argument, value)
+_MOST = float(jnp.finfo(jnp.float32).max)
+_RANGES = {
+    "beta": Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded"),
+    "label_smoothing": Range(lambda x: 0 <= x <= 1, "a number in [0, 1]"),
+    "logit_soft_cap": Range(lambda x: 0 < x <= _MOST, "a positive float32, or None"),
+    "temperature": Range(lambda x: 1 / _MOST <= x <= _MOST, "a positive float32"),
+    "z_loss": Range(lambda x: 0 <= x < math.inf, "a finite non-negative number"),
+}
+
+
+def read_number(op: str, argument: str, value: float, hint: str = "") -> float:
+    value, allowed = as_number(op, argument, value), _RANGES[argument]
     if not allowed.contains(value):
         raise ValueError(message(op, argument, f"value {value}", allowed.text, hint))
     return value
 
 
-_MOST = float(jnp.finfo(jnp.float32).max)
-_FROM_0_TO_1 = Range(lambda x: 0 <= x <= 1, "a number in [0, 1]")
-_FINITE = Range(lambda x: 0 <= x < math.inf, "a finite non-negative number")
-_SOFT_CAP = Range(lambda x: 0 < x <= _MOST, "a positive float32, or None")
-_TEMPERATURE = Range(lambda x: 1 / _MOST <= x <= _MOST, "a positive float32")
+def read_optional_number(op: str, argument: str, value: float | None) -> float | None:
+    return None if value is None else read_number(op, argument, value)
 
 
-def read_smoothing(op: str, label_smoothing: float, z_loss: float) -> tuple[float, float]:
-    return read_number(op, "label_smoothing", label_smoothing, _FROM_0_TO_1), read_number(op, "z_loss", z_loss, _FINITE)
+def read_factors(op: str, label_smoothing: float, z_loss: float, mean: Output) -> dict[Output, float]:
+    """The outputs that a loss adds up, and their factors."""
+    smoothing = read_number(op, "label_smoothing", label_smoothing)
+    z_loss = read_number(op, "z_loss", z_loss)
+    factors: dict[Output, float] = {"cross_entropy": 1 - smoothing, mean: smoothing, "square": z_loss}
+    return {name: factor for name, factor in factors.items() if factor > 0}
 
 
-def read_soft_cap(op: str, soft_cap: float | None) -> float | None:
-    return None if soft_cap is None else read_number(op, "logit_soft_cap", soft_cap, _SOFT_CAP)
-
-
-def read_temperature(op: str, temperature: float) -> float:
-    return read_number(op, "temperature", temperature, _TEMPERATURE)
+def components(names: Iterable[Output], losses: Arrays) -> tuple[Array, Array]:
+    """The cross-entropy and the z-loss, from the outputs times their factors."""
+    others = losses[:-1] if "square" in names else losses
+    cross_entropy = functools.reduce(jnp.add, others)
+    return cross_entropy, losses[-1] if "square" in names else jnp.zeros_like(cross_entropy)
 
 
 def read_block_size(op: str, block_size: object) -> int | None:

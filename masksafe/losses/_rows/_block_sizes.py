@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from masksafe._core import platforms, sharding
-from masksafe.losses._rows._formula import Formula
+from masksafe.losses._rows._formula import Formula, FormulaByParts
 from masksafe.losses._rows._sources import LinearInputs
 
 
@@ -24,16 +24,15 @@ class Options(NamedTuple):
 
     def sizes(self, inputs: LinearInputs, on_cpu: bool, *, is_masked: bool) -> Sizes:
         """The sizes for these arrays; under a mask blocks are smaller, so that more can be skipped."""
-        layers, by_parts = inputs.layers, self.formula.by_parts
+        layers, by_parts = inputs.layers, isinstance(self.formula, FormulaByParts)
         tokens, classes = max(1, math.prod(inputs.tokens)), layers[0].kernel.shape[1]
         width = max(layer.kernel.shape[0] for layer in layers)
         if by_parts and not on_cpu:
             return sizes_in_tiles(tokens, width, classes, self.block_size, is_masked)
         limits, rows_per_token = platforms.choices().linear, 1 if by_parts else 2
         if on_cpu:
-            most = max(
-                limits.fewest_tokens, min(limits.most_tokens, limits.token_block_elements // rows_per_token // classes)
-            )
+            most = min(limits.most_tokens, limits.token_block_elements // rows_per_token // classes)
+            most = max(limits.fewest_tokens, most)
             if is_masked:
                 most = min(most, max(limits.fewest_tokens_if_masked, min(limits.most_tokens_if_masked, tokens // 4)))
         else:

@@ -14,7 +14,7 @@ computed, outside of the loop over the others: most calls have no other, and the
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,11 @@ from masksafe._core import sharding, unfolded
 from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
 from masksafe._core.tiles import loop
-from masksafe._core.typing import Array, Arrays, DType, Index, Pytree
+from masksafe._core.typing import Array, Arrays, DType, Index, Pytree, Tree
 from masksafe.losses._rows._block_sizes import Options, Sizes
-from masksafe.losses._rows._cross_entropy import CrossEntropy, LogitPart
+from masksafe.losses._rows._formula import FormulaByParts, LogitPart
 from masksafe.losses._rows._packing import Packed
 from masksafe.losses._rows._sources import Linear, LinearInputs, matmul
-
-State = TypeVar("State")
 
 
 class _ClassTile(NamedTuple):
@@ -55,7 +53,8 @@ def sums(
 
     Each logit alone has sums, which one reduction adds up.
     """
-    formula, classes = cast(CrossEntropy, options.formula), inputs.classes(options.axis_name)
+    formula, classes = options.formula, inputs.classes(options.axis_name)
+    assert isinstance(formula, FormulaByParts)
     dtype, number = inputs.sum_dtype, inputs.data.size
     packed = Packed.of(number, inputs.unmasked, sizes.token_block)
     features, labels = packed.packed((inputs.layers[0].features, classes.local(inputs.data)))
@@ -93,7 +92,8 @@ def gradients(
     `[N]` have cotangents of 0. Without a mask they stay where they are: most often there are none, and moving the
     others costs more than it saves.
     """
-    formula, classes = cast(CrossEntropy, options.formula), inputs.classes(options.axis_name)
+    formula, classes = options.formula, inputs.classes(options.axis_name)
+    assert isinstance(formula, FormulaByParts)
     (layer,), number, dtype = inputs.layers, inputs.data.size, inputs.sum_dtype
     unmasked = both(inputs.unmasked, needed)
     if needed is not None and inputs.unmasked is None:
@@ -153,10 +153,10 @@ def _is_label(shape: tuple[int, ...], labels: Array, start: Index) -> Array:
 def _over_tiles(
     inputs: LinearInputs,
     size: int,
-    body: Callable[..., State],
-    state: State,
+    body: Callable[..., Tree],
+    state: Tree,
     prepare: Callable[[Index], Pytree] = lambda _: None,
-) -> State:
+) -> Tree:
     """`body(tile, state)` for each tile of the classes, the last of which may be smaller.
 
     In the loop, `body` also gets the result of `prepare(start)`, which is computed a step ahead and carried along: XLA
@@ -170,7 +170,7 @@ def _over_tiles(
             start, *jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), by_class)
         )
 
-    def step(j: Index, carry: tuple[State, Pytree]) -> tuple[State, Pytree]:
+    def step(j: Index, carry: tuple[Tree, Pytree]) -> tuple[Tree, Pytree]:
         state, prepared = carry
         start = j * size
         return body(tile(start, size), state, prepared), prepare(start + size)

@@ -26,9 +26,8 @@ probabilities miss, which PolyLoss adds :math:`\epsilon` times,
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,22 +42,19 @@ from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, divide, loop, take
 from masksafe._core.typing import Array, Arrays, Index, Pytree
 from masksafe.losses._labelled import element_at
-from masksafe.losses._rows._formula import Classes, Formula, nan_if_bad
+from masksafe.losses._rows._formula import Classes, FormulaByParts, LogitPart, nan_if_bad
+
+Join = Callable[..., Array]
 
 _NOWHERE = 2**30  # stands for no class
 _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
 
 
-class LogitPart(NamedTuple):
-    """The logits of some rows `[..., n]` at some of the classes."""
-
-    logits: Array
-    is_label: Array
-    unmasked: Array | None = None  # which of the classes are unmasked; None: all
-    class_weights: Array | None = None  # [n]
-    label: Array | None = None  # `[..., 1]`, if it may be looked up
-    first: Index = 0  # the first of the classes
-    unmasked_rows: Array | None = None  # `[..., 1]`; sums of masked rows may be anything, but their largest is finite
+# The outputs of a row: the cross-entropy, or its negative; its mean over all classes as the label, or over the unmasked
+# ones; the square of the logsumexp; the entropy; the logsumexp; and the class of the largest x, which counts from 1,
+# since a masked row has 0, and is NaN if there is none.
+Output = Literal["cross_entropy", "log_prob", "mean", "unmasked_mean", "square", "entropy", "logsumexp", "prediction"]
+PREDICTIONS: tuple[Output, Output] = ("logsumexp", "prediction")
 
 
 class LabelSums(NamedTuple):
@@ -85,48 +81,25 @@ class Slopes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CrossEntropy(Formula):
-    r"""Outputs of a row with a label, from :math:`x = \kappa \tanh(a / \kappa)`, where :math:`a` are its logits.
+class CrossEntropy(FormulaByParts):
+    r"""Outputs of a row with a label, from :math:`x = \kappa \tanh(a / \kappa)`, where :math:`a` are its logits."""
 
-    The flags choose among these outputs, in this order: the cross-entropy, its mean over all classes, the square of the
-    logsumexp, the entropy, and as predictions the logsumexp and the class of the largest x. The class counts from 1,
-    since a masked row has 0, and is NaN if there is none. Sums over parts of the classes are added up.
-    """
-
-    by_parts = True
+    names: tuple[Output, ...]  # those that depend on the label first, predictions last
     soft_cap: float | None = None
     temperature: Any = 1.0  # a number, or an array while a function is traced
-    with_label: bool = True
-    as_log_prob: bool = False  # the log-probability, which is the negative cross-entropy, in its place
-    with_all_classes: bool = False
-    with_z_loss: bool = False
-    with_entropy: bool = False
-    with_predictions: bool = False
-    over_unmasked_classes: bool = False  # the mean over all classes leaves out masked ones
-
-    @classmethod
-    def for_loss(cls, label_smoothing: float, z_loss: float, **options: Pytree) -> "CrossEntropy":
-        """The formula of the outputs that a loss adds up: those whose factors are not 0."""
-        with_label, with_all_classes, with_z_loss = label_smoothing < 1, label_smoothing > 0, z_loss > 0
-        return cls(with_label=with_label, with_all_classes=with_all_classes, with_z_loss=with_z_loss, **options)
-
-    def components(self, losses: Arrays) -> tuple[Array, Array]:
-        """The cross-entropy and the z-loss, from the outputs times their factors."""
-        if not self.with_z_loss:
-            cross_entropy = functools.reduce(jnp.add, losses)
-            return cross_entropy, jnp.zeros_like(cross_entropy)
-        *others, z_losses = losses
-        return functools.reduce(jnp.add, others), z_losses
 
     @property
-    def depends_on_label(self) -> tuple[bool, ...]:
-        without_label = self.with_z_loss + self.with_entropy + 2 * self.with_predictions
-        return (True,) * (self.with_label + self.with_all_classes) + (False,) * without_label
+    def label_outputs(self) -> int:
+        return sum(name in ("cross_entropy", "log_prob", "mean", "unmasked_mean") for name in self.names)
+
+    @property
+    def has_mean(self) -> bool:
+        return "mean" in self.names or "unmasked_mean" in self.names
 
     @property
     def has_other_sums(self) -> bool:
         """Whether other sums than that of exponentials need the differences from the largest: XLA would store these."""
-        return self.with_all_classes or self.with_entropy
+        return self.has_mean or "entropy" in self.names
 
     def at(self, temperature: Array | None) -> "CrossEntropy":
         """The same for another temperature, unless it is None."""
@@ -146,7 +119,7 @@ class CrossEntropy(Formula):
 
     def empty_sums(self, zero: Array) -> LabelSums:
         none = dict.fromkeys(self._terms(zero, None), zero)
-        if self.with_predictions:
+        if "prediction" in self.names:
             none["best"] = jnp.full_like(zero, _NOWHERE, jnp.int32)
         return LabelSums(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero, **none)
 
@@ -158,7 +131,7 @@ class CrossEntropy(Formula):
         z = self._over_temperature(x - largest)
         terms = self._terms(z, part.class_weights)
         others = {name: total(selected(term, part.unmasked)) for name, term in terms.items()}
-        if self.with_predictions:
+        if "prediction" in self.names:
             others["best"] = jnp.full_like(largest, part.first, jnp.int32)  # `_with_best` looks within the part
         return LabelSums(largest, total(jnp.exp(z)), self._at_label(x, part), **others)
 
@@ -168,46 +141,41 @@ class CrossEntropy(Formula):
         return self.x(element_at(part.logits, part.unmasked, part.label))
 
     def sums_of_each(self, part: LogitPart) -> LabelSums:
-        """The sums over each logit alone."""
         x = self.x(part.logits)
         most = float(jnp.finfo(x.dtype).max)
         largest = jnp.clip(x, -most, most)
         z = self._over_temperature(x - largest)
         label = jnp.where(part.is_label, x, 0.0)
-        best = _classes_where(x >= largest, part.first) if self.with_predictions else None
+        best = _classes_where(x >= largest, part.first) if "prediction" in self.names else None
         return LabelSums(largest, jnp.exp(z), label, **self._terms(z, part.class_weights), best=best)
 
     def _terms(self, z: Array, class_weights: Array | None) -> dict[str, Array]:
         """The terms of the other sums, by name."""
         terms = {}
-        if self.with_all_classes:
+        if self.has_mean:
             terms["weight"], terms["weighted"] = (_weighted(x, class_weights) for x in (jnp.ones_like(z), z))
-            if self.over_unmasked_classes and class_weights is not None:
+            if "unmasked_mean" in self.names and class_weights is not None:
                 terms["number"] = jnp.ones_like(z)
-        if self.with_entropy:
+        if "entropy" in self.names:
             terms["spread"] = _spread(z)
         return terms
 
     def add(self, a: LabelSums, b: LabelSums) -> LabelSums:
-        """The sums over both parts together."""
-        return self._joined(jnp.maximum(a.largest, b.largest), jnp.add, jnp.minimum, a, b)
+        return self._joined((a, b), jnp.maximum(a.largest, b.largest), jnp.add, jnp.minimum)
 
     def add_devices(self, classes: Classes, sums: LabelSums) -> LabelSums:
-        """The sums over the classes of all devices."""
         devices = sharding.Devices(classes.axis_name)
         if not devices.are_many:
             return sums
-        if self.with_predictions:
+        if "prediction" in self.names:
             sums = sums._replace(best=sums.best + devices.first(classes.here))
         largest = devices.max(lax.stop_gradient(sums.largest))
-        return self._joined(largest, devices.sum, lambda best: lax.pmin(best, classes.axis_name), sums)
+        return self._joined((sums,), largest, devices.sum, lambda best: lax.pmin(best, classes.axis_name))
 
-    def _joined(
-        self, largest: Array, add: Callable[..., Array], lowest: Callable[..., Array], *parts: LabelSums
-    ) -> LabelSums:
+    def _joined(self, parts: tuple[LabelSums, ...], largest: Array, add: Join, lowest: Join) -> LabelSums:
         """The sums of parts, relative to the largest x of all; `add` adds them up, and `lowest` joins their classes."""
         total: LabelSums = jax.tree.map(add, *(self._rebased(largest, part) for part in parts))
-        if self.with_predictions:
+        if "prediction" in self.names:
             total = total._replace(best=lowest(*(jnp.where(p.largest == largest, p.best, _NOWHERE) for p in parts)))
         return total._replace(largest=largest)
 
@@ -228,25 +196,29 @@ class CrossEntropy(Formula):
     def outputs(self, sums: LabelSums, data: Array, classes: int) -> Arrays:
         log_total = jnp.log(sums.total)
         valid = nan_unless(is_class(data, classes), log_total.dtype)  # a product, so that derivatives are NaN as well
-        outputs = []
-        if self.with_label:
-            z = self._over_temperature(sums.label - sums.largest)
-            outputs += [(z - log_total if self.as_log_prob else log_total - z) * valid]
-        if self.with_all_classes:
-            number = self._number_of_mean(sums, classes)
-            outputs += [(log_total * (sums.weight / number) - sums.weighted / number) * valid]
-        if self.with_z_loss:
-            outputs += [jnp.square(self._logsumexp(sums))]
-        if self.with_entropy:
-            outputs += [log_total - sums.spread / sums.total]
-        if self.with_predictions:
-            has_best = (sums.best < classes) & ~jnp.isnan(sums.total)
-            place = jnp.where(has_best, (sums.best + 1).astype(log_total.dtype), jnp.nan)
-            outputs += [self._logsumexp(sums), place]
-        return tuple(outputs)
+
+        def output(name: Output) -> Array:
+            match name:
+                case "cross_entropy" | "log_prob":
+                    z = self._over_temperature(sums.label - sums.largest)
+                    return (log_total - z if name == "cross_entropy" else z - log_total) * valid
+                case "mean" | "unmasked_mean":
+                    number = self._number_of_mean(sums, classes)
+                    return (log_total * (sums.weight / number) - sums.weighted / number) * valid
+                case "square":
+                    return jnp.square(self._logsumexp(sums))
+                case "entropy":
+                    return log_total - sums.spread / sums.total
+                case "logsumexp":
+                    return self._logsumexp(sums)
+                case "prediction":
+                    has_best = (sums.best < classes) & ~jnp.isnan(sums.total)
+                    return jnp.where(has_best, (sums.best + 1).astype(log_total.dtype), jnp.nan)
+
+        return tuple(map(output, self.names))
 
     def _number_of_mean(self, sums: LabelSums, classes: int) -> Array | int:
-        if not self.over_unmasked_classes:
+        if "unmasked_mean" not in self.names:
             return classes
         return jnp.maximum(sums.weight if sums.number is None else sums.number, 1)
 
@@ -254,29 +226,28 @@ class CrossEntropy(Formula):
         return self._over_temperature(sums.largest) + jnp.log(sums.total)
 
     def slopes(self, sums: LabelSums, labels: Array, classes: int, d_outputs: Arrays) -> Slopes:
-        d_rest, has_label = list(d_outputs), is_class(labels, classes)
+        has_label, rate = is_class(labels, classes), jnp.where(has_probabilities(sums), 1 / sums.total, jnp.nan)
         exp_factor, d_label, weight_factor, spread_factor = jnp.zeros_like(sums.total), None, None, None
-        if self.with_label:
-            d_label = nan_if_bad(d_rest.pop(0), has_label)
-            d_label = -d_label if self.as_log_prob else d_label
-            exp_factor += d_label
-        if self.with_all_classes:
-            weight_factor = nan_if_bad(d_rest.pop(0), has_label) / self._number_of_mean(sums, classes)
-            exp_factor += weight_factor * sums.weight
-        if self.with_z_loss:
-            exp_factor += 2 * self._logsumexp(sums) * d_rest.pop(0)
-        rate = jnp.where(has_probabilities(sums), 1 / sums.total, jnp.nan)
-        if self.with_entropy:
-            d_entropy = d_rest.pop(0)
-            exp_factor += d_entropy * (sums.spread * rate)
-            spread_factor = -d_entropy * rate
-        if self.with_predictions:
-            exp_factor += d_rest.pop(0)
+        for name, d in zip(self.names, d_outputs, strict=True):
+            match name:
+                case "cross_entropy" | "log_prob":
+                    d_label = nan_if_bad(d, has_label)
+                    d_label = -d_label if name == "log_prob" else d_label
+                    exp_factor += d_label
+                case "mean" | "unmasked_mean":
+                    weight_factor = nan_if_bad(d, has_label) / self._number_of_mean(sums, classes)
+                    exp_factor += weight_factor * sums.weight
+                case "square":
+                    exp_factor += 2 * self._logsumexp(sums) * d
+                case "entropy":
+                    exp_factor += d * (sums.spread * rate)
+                    spread_factor = -d * rate
+                case "logsumexp":
+                    exp_factor += d
         slopes = Slopes(sums.largest, exp_factor * rate, spread_factor, weight_factor, None)
         return slopes if d_label is None else slopes._replace(at_label=self._exp_terms(sums.label, slopes) - d_label)
 
     def logit_cotangents(self, part: LogitPart, slopes: Slopes, *, computed_again: bool = True) -> Array:
-        """The cotangents of some logits of some rows."""
         x = self.x(part.logits, part.unmasked)
         # Logits that are computed again may exceed the largest by a rounding. Those of an array are the same as before,
         # and XLA computes their exponentials once.
@@ -292,7 +263,7 @@ class CrossEntropy(Formula):
 
     def _exp_terms(self, x: Array, slopes: Slopes) -> Array:
         z = self._over_temperature(x - slopes.shift)
-        d_x: Array = jnp.exp(z) * slopes.exp_factor
+        d_x = jnp.exp(z) * slopes.exp_factor
         return d_x if slopes.spread_factor is None else d_x + _spread(z) * slopes.spread_factor
 
     # For linear layers.
@@ -382,62 +353,63 @@ class TargetSums(NamedTuple):
     caught: Any = None  # the sum of t p, for PolyLoss
 
 
-def target_sums(x: Array, t: Array, where: Array | None, epsilon: Array | None) -> TargetSums:
-    largest = finite_largest(selected(x, where, -jnp.inf))
-    z, t = _relative(x, t, where, largest)
-    exps = jnp.exp(z)
-    total, weight = jnp.sum(exps, -1, keepdims=True), unfolded.sum_of(t, -1, keepdims=True)
-    total = jnp.where((total == 0) & (weight == 0), 1, total)  # no class has a probability or a target
-    product = jnp.sum(t * jnp.where(_is_absent(z, t), 0, z), -1, keepdims=True)
-    caught = None if epsilon is None else jnp.sum(t * exps, -1, keepdims=True) / total
-    return TargetSums(largest, total, weight, product, caught)
+class TargetCrossEntropy(NamedTuple):
+    """The cross-entropy of a row with targets."""
 
+    epsilon: Array | None = None  # of PolyLoss `[..., 1]`
 
-def target_loss(sums: TargetSums, epsilon: Array | None) -> Array:
-    """The loss of each row `[..., 1]`."""
-    loss: Array = sums.weight * jnp.log(sums.total) - sums.product
-    return loss if epsilon is None else loss + epsilon * (sums.weight - sums.caught)
+    def sums(self, x: Array, t: Array, where: Array | None) -> TargetSums:
+        largest = finite_largest(selected(x, where, -jnp.inf))
+        z, t = _relative(x, t, where, largest)
+        exps = jnp.exp(z)
+        total, weight = jnp.sum(exps, -1, keepdims=True), unfolded.sum_of(t, -1, keepdims=True)
+        total = jnp.where((total == 0) & (weight == 0), 1, total)  # no class has a probability or a target
+        product = jnp.sum(t * jnp.where(_is_absent(z, t), 0, z), -1, keepdims=True)
+        caught = None if self.epsilon is None else jnp.sum(t * exps, -1, keepdims=True) / total
+        return TargetSums(largest, total, weight, product, caught)
 
+    def loss(self, sums: TargetSums) -> Array:
+        loss: Array = sums.weight * jnp.log(sums.total) - sums.product
+        return loss if self.epsilon is None else loss + self.epsilon * (sums.weight - sums.caught)
 
-def textbook_target_loss(x: Array, t: Array, epsilon: Array | None) -> Array:
-    """The loss of each row `[..., 1]`, right where it is finite: a logit of -inf without a target makes it NaN."""
-    z = x - jnp.minimum(jnp.max(x, -1, keepdims=True), float(jnp.finfo(x.dtype).max))
-    exps = jnp.exp(z)
-    total = jnp.sum(exps, -1, keepdims=True)
-    terms = t * (jnp.log(total) - z)
-    if epsilon is not None:
-        terms += epsilon * (t * (1 - exps / total))
-    return jnp.sum(terms, -1, keepdims=True)
+    def slopes(self, x: Array, t: Array, where: Array | None, sums: TargetSums) -> tuple[Array, Array]:
+        """The derivatives of the loss by the logits and by the targets; NaN in a row without probabilities."""
+        z, t = _relative(x, t, where, sums.largest)
+        p = jnp.exp(z) * jnp.where(has_probabilities(sums), 1 / sums.total, jnp.nan)
+        costs = jnp.log(sums.total) - z
+        costs = jnp.where(_is_absent(z, t), 0, costs)
+        slopes = sums.weight * p - t
+        if self.epsilon is None:
+            return slopes, costs
+        slopes += self.epsilon * p * (sums.weight - t - (sums.weight - sums.caught))
+        return slopes, costs + self.epsilon * (1 - p)
 
+    # The textbook's form, without a selection.
 
-def textbook_logit_slopes(x: Array, t: Array, epsilon: Array | None) -> Array:
-    """The derivatives of the loss by the logits; NaN in a row without probabilities, by no selection."""
-    wide = jnp.finfo(x.dtype)
-    most = float(wide.max)
-    # Both limits behind the maximum would be a clamp, which the library does not have.
-    exps = jnp.exp(x - jnp.minimum(jnp.max(jnp.maximum(x, -most), -1, keepdims=True), most))
-    total, weight = (jnp.sum(a, -1, keepdims=True) for a in (exps, t))
-    p = exps / (total + float(wide.tiny))  # the total is 1 or more, or 0 if all logits are -inf
-    slopes = weight * p - t
-    if epsilon is not None:
-        slopes += epsilon * (p * (jnp.sum(t * p, -1, keepdims=True) - t))
-    # 1 or less; infinite if all logits are -inf and a class has a target. 0 times what is not finite is NaN.
-    missing = jnp.exp(jnp.sum(t * jnp.minimum(-jnp.log(total), most / 2**10), -1, keepdims=True))
-    return slopes + 0 * (missing + total)
+    def textbook_loss(self, x: Array, t: Array) -> Array:
+        """The loss, right where it is finite: a logit of -inf without a target makes it NaN."""
+        z = x - jnp.minimum(jnp.max(x, -1, keepdims=True), float(jnp.finfo(x.dtype).max))
+        exps = jnp.exp(z)
+        total = jnp.sum(exps, -1, keepdims=True)
+        terms = t * (jnp.log(total) - z)
+        if self.epsilon is not None:
+            terms += self.epsilon * (t * (1 - exps / total))
+        return jnp.sum(terms, -1, keepdims=True)
 
-
-def target_slopes(
-    x: Array, t: Array, where: Array | None, epsilon: Array | None, sums: TargetSums
-) -> tuple[Array, Array]:
-    """The derivatives of the loss by the logits and by the targets; NaN in a row without probabilities."""
-    z, t = _relative(x, t, where, sums.largest)
-    p = jnp.exp(z) * jnp.where(has_probabilities(sums), 1 / sums.total, jnp.nan)
-    costs = jnp.log(sums.total) - z
-    costs = jnp.where(_is_absent(z, t), 0, costs)
-    slopes = sums.weight * p - t
-    if epsilon is None:
-        return slopes, costs
-    return slopes + epsilon * p * (sums.weight - t - (sums.weight - sums.caught)), costs + epsilon * (1 - p)
+    def textbook_logit_slopes(self, x: Array, t: Array) -> Array:
+        """The derivatives of the loss by the logits; NaN in a row without probabilities."""
+        wide = jnp.finfo(x.dtype)
+        most = float(wide.max)
+        # Both limits behind the maximum would be a clamp, which the library does not have.
+        exps = jnp.exp(x - jnp.minimum(jnp.max(jnp.maximum(x, -most), -1, keepdims=True), most))
+        total, weight = (jnp.sum(a, -1, keepdims=True) for a in (exps, t))
+        p = exps / (total + float(wide.tiny))  # the total is 1 or more, or 0 if all logits are -inf
+        slopes = weight * p - t
+        if self.epsilon is not None:
+            slopes += self.epsilon * (p * (jnp.sum(t * p, -1, keepdims=True) - t))
+        # 1 or less; infinite if all logits are -inf and a class has a target. 0 times what is not finite is NaN.
+        missing = jnp.exp(jnp.sum(t * jnp.minimum(-jnp.log(total), most / 2**10), -1, keepdims=True))
+        return slopes + 0 * (missing + total)
 
 
 def _is_absent(z: Array, t: Array) -> Array:

@@ -19,21 +19,10 @@ from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.typing import Array, Arrays, Axes, Pytree, Tree
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
+from masksafe.losses._rows import _cross_entropy as formulas
 from masksafe.losses._rows._arguments import cleaned_class_weights
-from masksafe.losses._rows._cross_entropy import (
-    CrossEntropy,
-    LabelSums,
-    LogitPart,
-    TargetSums,
-    has_probabilities,
-    logit_part,
-    target_loss,
-    target_slopes,
-    target_sums,
-    textbook_logit_slopes,
-    textbook_target_loss,
-)
-from masksafe.losses._rows._formula import Classes
+from masksafe.losses._rows._cross_entropy import CrossEntropy, LabelSums, TargetCrossEntropy, TargetSums
+from masksafe.losses._rows._formula import Classes, LogitPart
 
 
 class LabelConfig(NamedTuple):
@@ -42,21 +31,19 @@ class LabelConfig(NamedTuple):
     formula: CrossEntropy
     axes: Axes  # of the classes
     axis_name: str | None = None  # the mesh axis over which the classes are split
-    looks_up: bool = (
-        True  # whether the logit of the label is looked up; the derivative is a scatter, which checkify cannot check
-    )
+    # Whether the logit of the label is looked up: the derivative is a scatter, which checkify cannot check.
+    looks_up: bool = True
 
     def part(self, x: Array, labels: Array, where: Array | None, weights: Array | None) -> LogitPart:
         weights = None if weights is None else jnp.squeeze(weights, tuple(range(weights.ndim - 1)))
-        part = logit_part(x, labels, Classes(x.shape[-1], self.axis_name, weights))
-        # A mask of rows is applied to their outputs. In JAX's own derivatives masked logits would give a NaN: not
-        # there.
+        part = formulas.logit_part(x, labels, Classes(x.shape[-1], self.axis_name, weights))
+        # A mask of rows is applied to their outputs, except in JAX's own derivatives, where masked logits give a NaN.
         masks_whole_rows = self.looks_up and masks_rows(where, (-1,))
         part = part._replace(unmasked_rows=where) if masks_whole_rows else part._replace(unmasked=where)
         return part._replace(label=labels if self.looks_up and self.axis_name is None else None)
 
 
-Args = tuple[Labelled, Array | None]  # the arrays, and the temperature or the epsilon
+Args = tuple[Labelled, Pytree]  # the arrays, and the temperature or the formula of targets
 Residuals = tuple[Pytree, Array | None]  # the sums, and which rows have an unmasked class; None: all
 
 
@@ -130,9 +117,8 @@ def _label_reverse(config: LabelConfig, args: Args, residuals: Residuals, d_outp
 def _in_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: Arrays) -> Args:
     """Masks rows without probabilities whose cotangents are 0: the user has replaced their results, and any NaN."""
     inputs, other = args
-    takes_part = functools.reduce(
-        jnp.logical_or, [d != 0 for d in d_outputs], has_probabilities(residuals[0]).squeeze(-1)
-    )
+    has_probabilities = formulas.has_probabilities(residuals[0]).squeeze(-1)
+    takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], has_probabilities)
     return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes))), other
 
 
@@ -150,34 +136,30 @@ label_outputs = rule_of_kernels(
 
 
 def _target_forward(
-    axes: Axes, inputs: Labelled, epsilon: Array | None, *, fewest: int | None = None
+    axes: Axes, inputs: Labelled, formula: TargetCrossEntropy, *, fewest: int | None = None
 ) -> tuple[Arrays, Residuals]:
-    args = inputs, None if epsilon is None else epsilon[..., None]
     by_rows = functools.partial(_target_by_rows, axes)
 
-    def in_one_kernel(inputs: Labelled, epsilon: Array | None) -> tuple[Array, Residuals]:
+    def in_one_kernel(inputs: Labelled, formula: TargetCrossEntropy) -> tuple[Array, Residuals]:
         x, t, where = inputs.rows(axes)
-        loss = selected(textbook_target_loss(widened(x), widened(t), epsilon), where)
-        again = lambda: by_rows(*platforms.unfused((inputs, epsilon)))  # noqa: E731
+        loss = selected(formula.textbook_loss(widened(x), widened(t)), where)
+        again = lambda: by_rows(*platforms.unfused((inputs, formula)))  # noqa: E731
         return tiles.once_if(unfolded.any_of(~jnp.isfinite(loss)), lambda _: again()[0], loss), again()[1]
 
-    loss, residuals = _by_kernels(axes, fewest, in_one_kernel, by_rows, *args)
+    loss, residuals = _by_kernels(axes, fewest, in_one_kernel, by_rows, inputs, formula)
     return (loss.squeeze(-1),), residuals
 
 
-def _target_by_rows(axes: Axes, inputs: Labelled, epsilon: Array | None) -> tuple[Array, Residuals]:
+def _target_by_rows(axes: Axes, inputs: Labelled, formula: TargetCrossEntropy) -> tuple[Array, Residuals]:
+    sums_of = lambda x, t, where, formula: formula.sums(x, t, where)  # noqa: E731
     x, t, where = inputs.rows(axes)
-    sums, unmasked = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon), _unmasked_rows(x, where)
+    sums, unmasked = row_blocks.map_row_blocks(sums_of, x, t, where, formula), _unmasked_rows(x, where)
     sums = sums._replace(total=selected(sums.total, unmasked, 1))
-    return selected(target_loss(sums, epsilon), unmasked), (sums, unmasked)
+    return selected(formula.loss(sums), unmasked), (sums, unmasked)
 
 
-def _target_plain(axes: Axes, inputs: Labelled, epsilon: Array | None) -> Arrays:
-    return (_target_by_rows(axes, inputs, None if epsilon is None else epsilon[..., None])[0].squeeze(-1),)
-
-
-def _target_value(axes: Axes, inputs: Labelled, epsilon: Array | None) -> Arrays:
-    return _target_forward(axes, inputs, epsilon, fewest=platforms.choices().fewest_elements_of_kernels)[0]
+def _target_value(*args: Pytree) -> Arrays:
+    return _target_forward(*args, fewest=platforms.choices().fewest_elements_of_kernels)[0]
 
 
 def _by_kernels(
@@ -198,52 +180,54 @@ def _by_kernels(
 
 
 def _target_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: Arrays) -> Args:
-    (inputs, epsilon), (sums, unmasked), (d_loss,) = args, residuals, d_outputs
-    column, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
+    (inputs, formula), (sums, unmasked) = args, residuals
+    d = d_outputs[0].astype(sums.total.dtype)[..., None]
 
-    def by_rows(inputs: Labelled, epsilon: Array | None, d: Array, sums: TargetSums) -> tuple[Array, Array]:
+    def by_rows(inputs: Labelled, formula: TargetCrossEntropy, d: Array, sums: TargetSums) -> tuple[Array, Array]:
         x, t, where = inputs.rows(axes)
         # Rows that the user has replaced are masked in what comes out: the exponentials stay those of the first pass.
         class_mask = None if unmasked is None and masks_rows(where, (-1,)) else where
-        slopes, costs = target_slopes(x, t, class_mask, epsilon, sums)
+        slopes, costs = formula.slopes(x, t, class_mask, sums)
         d_t = jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
         d_logits = from_rows(axes, inputs.logits, selected(slopes * d, where))
         return d_logits, from_rows(axes, inputs.labels, selected(d_t, where))
 
-    def in_one_kernel(inputs: Labelled, epsilon: Array | None, d: Array, sums: TargetSums) -> tuple[Array, Array]:
+    def in_one_kernel(inputs: Labelled, formula: TargetCrossEntropy, d: Array, sums: TargetSums) -> tuple[Array, Array]:
         apart = platforms.unfused(inputs)  # so that XLA writes nothing that the loss has in common with this
         x, t, where = apart.rows(axes)
-        d_x = from_rows(axes, inputs.logits, textbook_logit_slopes(widened(x), widened(t), epsilon) * d)
+        d_x = from_rows(axes, inputs.logits, formula.textbook_logit_slopes(widened(x), widened(t)) * d)
         if where is not None:
             d_x = tiles.once_if(unfolded.any_of(~where), lambda d_x: selected(d_x, inputs.where), d_x)
-        return d_x, by_rows(platforms.unfused(apart), epsilon, d, sums)[1]
+        return d_x, by_rows(platforms.unfused(apart), formula, d, sums)[1]
 
-    d_x, d_t = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, column, d, sums)
+    d_x, d_t = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, formula, d, sums)
     d_epsilon = None
-    if epsilon is not None:
-        d_epsilon = selected((sums.weight - sums.caught) * d, unmasked).squeeze(-1)
-        d_epsilon = jnp.where(d_loss == 0, 0, d_epsilon).astype(epsilon.dtype)
-    return Labelled(computed_once(d_x), d_t, None), d_epsilon
+    if formula.epsilon is not None:
+        d_epsilon = selected((sums.weight - sums.caught) * d, unmasked)
+        d_epsilon = jnp.where(d == 0, 0, d_epsilon).astype(formula.epsilon.dtype)
+    return Labelled(computed_once(d_x), d_t, None), TargetCrossEntropy(d_epsilon)
 
 
 def _in_target_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: Arrays) -> Args:
     """`_in_reverse`; where a kernel has computed the loss, rows are looked at once more if any cotangent is 0."""
-    (inputs, epsilon), (d_loss,) = args, d_outputs
-
-    def by_rows(_: Labelled, is_needed: Array, is_valid: Array) -> Array:
-        return is_needed | is_valid
+    (inputs, formula), (d_loss,) = args, d_outputs
 
     def in_one_kernel(inputs: Labelled, is_needed: Array, _: Array) -> Array:
         x = platforms.unfused(lax.stop_gradient(inputs)).rows(axes)[0]
-        add = lambda is_needed: is_needed | has_probabilities(Exponentials.of(x)).squeeze(-1)  # noqa: E731
+        add = lambda is_needed: is_needed | formulas.has_probabilities(Exponentials.of(x)).squeeze(-1)  # noqa: E731
         return tiles.once_if(unfolded.any_of(~is_needed), add, is_needed)
 
-    needed_and_valid = d_loss != 0, has_probabilities(residuals[0]).squeeze(-1)
+    by_rows = lambda _, is_needed, is_valid: is_needed | is_valid  # noqa: E731
+    needed_and_valid = d_loss != 0, formulas.has_probabilities(residuals[0]).squeeze(-1)
     takes_part = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, *needed_and_valid)
-    return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes))), epsilon
+    return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes))), formula
 
 
-# The loss `[...]` of rows with targets, wide, 0 for empty rows; an epsilon `[...]` adds PolyLoss's term.
+# The loss `[...]` of rows with targets, wide, 0 for empty rows, of a `TargetCrossEntropy`.
 target_loss_of_rows = rule_of_kernels(
-    _target_forward, _target_reverse, _in_target_reverse, value=_target_value, plain=_target_plain
+    _target_forward,
+    _target_reverse,
+    _in_target_reverse,
+    value=_target_value,
+    plain=lambda *args: (_target_by_rows(*args)[0].squeeze(-1),),
 )

@@ -66,9 +66,7 @@ class DivergenceSums(NamedTuple):
     teacher: Exponentials
     student: Exponentials
     divergences: Arrays  # KL(p || q), KL(q || p), or both of which JS consists
-    rest: Exponentials | None = (
-        None  # over the student's classes that are not among the teacher's k, if they count as a class
-    )
+    rest: Exponentials | None = None  # over the student's classes besides the teacher's k, if they count as a class
     valid: Any = None  # 1, or NaN if the teacher's k classes are bad
 
 
@@ -76,7 +74,7 @@ class DivergenceSums(NamedTuple):
 class Divergence(Formula):
     """The divergence of the student, the first layer, from a teacher: the second layer, or its top k classes."""
 
-    depends_on_label = (False,)
+    names = ("divergence",)
     direction: str
     beta: float  # the weight of the teacher in the mixture
     temperature: float
@@ -97,17 +95,15 @@ class Divergence(Formula):
         if unmasked is None or not self.has_top_k:
             return super().cleaned(data, unmasked)
         classes = jnp.arange(data.classes.shape[-1], dtype=data.classes.dtype)  # none is repeated
-        harmless = TopK(
-            jnp.zeros((), data.log_probs.dtype), classes, None if data.unmasked is None else jnp.array(True)
-        )
+        all_unmasked = None if data.unmasked is None else jnp.array(True)
+        harmless = TopK(jnp.zeros((), data.log_probs.dtype), classes, all_unmasked)
         return jax.tree.map(functools.partial(jnp.where, unmasked), data, harmless)
 
     def empty_sums(self, zero: Array) -> DivergenceSums:
         none = Exponentials(zero, zero)
         divergences = (zero,) * (2 if self.direction == JENSEN_SHANNON else 1)
-        return DivergenceSums(
-            none, none, divergences, none if self.with_rest else None, zero if self.has_top_k else None
-        )
+        rest, valid = none if self.with_rest else None, zero if self.has_top_k else None
+        return DivergenceSums(none, none, divergences, rest, valid)
 
     def sums_of(self, logits: Arrays, data: Pytree, classes: Classes, tile_size: int) -> DivergenceSums:
         if self.has_top_k:
@@ -136,9 +132,7 @@ class Divergence(Formula):
             divergence = self.beta * divergence + (1 - self.beta) * second[0]
         return (divergence if sums.valid is None else divergence * sums.valid,)
 
-    def cotangents(
-        self, logits: Arrays, data: Pytree, classes: Classes, sums: DivergenceSums, d_outputs: Arrays
-    ) -> Arrays:
+    def cotangents(self, logits: Arrays, data: Pytree, classes: Classes, sums: Any, d_outputs: Arrays) -> Arrays:
         d = over(d_outputs[0], self.temperature)
         if not self.has_top_k:
             student, teacher = logits
@@ -163,9 +157,8 @@ class Divergence(Formula):
             return _kl_slope(log_q, log_p, divergences[0]), p - q
         log_m = self._log_mixture(log_p, log_q)
         kl_of_teacher, kl_of_student = divergences
-        return (1 - self.beta) * _kl_slope(log_q, log_m, kl_of_student), self.beta * _kl_slope(
-            log_p, log_m, kl_of_teacher
-        )
+        student_slopes = (1 - self.beta) * _kl_slope(log_q, log_m, kl_of_student)
+        return student_slopes, self.beta * _kl_slope(log_p, log_m, kl_of_teacher)
 
     def plain_outputs(self, logits: Arrays, data: Pytree, classes: Classes) -> Arrays:
         return self.outputs(self.sums_of(logits, data, classes, classes.here), data, classes.number)

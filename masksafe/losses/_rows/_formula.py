@@ -5,14 +5,14 @@ logits follow from the sums and the cotangents of the outputs.
 """
 
 import abc
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from masksafe._core import sharding
 from masksafe._core.masks import selected
-from masksafe._core.typing import Array, Arrays, Pytree
+from masksafe._core.typing import Array, Arrays, Index, Pytree
 
 
 class Classes(NamedTuple):
@@ -32,12 +32,22 @@ class Classes(NamedTuple):
         return sharding.Devices(self.axis_name).local(labels, self.here)
 
 
+class LogitPart(NamedTuple):
+    """The logits of some rows `[..., n]` at some of the classes."""
+
+    logits: Array
+    is_label: Array
+    unmasked: Array | None = None  # which of the classes are unmasked; None: all
+    class_weights: Array | None = None  # [n]
+    label: Array | None = None  # `[..., 1]`, if it may be looked up
+    first: Index = 0  # the first of the classes
+    unmasked_rows: Array | None = None  # `[..., 1]`; sums of masked rows may be anything, but their largest is finite
+
+
 class Formula(abc.ABC):
     """A loss of rows: of the logits `[..., V]` of one layer or two, and of further data, such as labels."""
 
-    # Whether the sums over parts of the classes can be added up. Then rows can be computed in tiles of the classes, and
-    # each device can have some of the classes.
-    by_parts: ClassVar[bool] = False
+    names: tuple[str, ...]  # of the outputs of a row
 
     @property
     def gradients(self) -> int:
@@ -45,9 +55,9 @@ class Formula(abc.ABC):
         return 1
 
     @property
-    @abc.abstractmethod
-    def depends_on_label(self) -> tuple[bool, ...]:
-        """Whether each output of a row depends on a label, and is NaN if that is out of range."""
+    def label_outputs(self) -> int:
+        """How many of the outputs depend on a label, and are NaN if it is out of range: the first ones."""
+        return 0
 
     @property
     def cotangent_exponent(self) -> int:
@@ -77,6 +87,33 @@ class Formula(abc.ABC):
     @abc.abstractmethod
     def plain_outputs(self, logits: Arrays, data: Pytree, classes: Classes) -> Arrays:
         """The outputs in a form that JAX differentiates to any order."""
+
+
+class FormulaByParts(Formula):
+    """A formula of one layer whose sums over parts of the classes can be added up.
+
+    Its rows can be computed in tiles of the classes, and each device can have some of the classes.
+    """
+
+    @abc.abstractmethod
+    def sums_of_each(self, part: LogitPart) -> Pytree:
+        """The sums over each logit alone."""
+
+    @abc.abstractmethod
+    def add(self, a: Any, b: Any) -> Pytree:
+        """The sums over two parts of the classes together."""
+
+    @abc.abstractmethod
+    def add_devices(self, classes: Classes, sums: Any) -> Pytree:
+        """The sums over the classes of all devices."""
+
+    @abc.abstractmethod
+    def slopes(self, sums: Any, labels: Array, classes: int, d_outputs: Arrays) -> Any:
+        """A NamedTuple of what the cotangents of a row's logits have in common; its `shift` is subtracted from them."""
+
+    @abc.abstractmethod
+    def logit_cotangents(self, part: LogitPart, slopes: Any) -> Array:
+        """The cotangents of some logits of some rows."""
 
 
 def nan_if_bad(d_output: Array, valid: Array) -> Array:

@@ -24,6 +24,7 @@ from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Arrays, Pytree, jitted
 from masksafe.losses._rows import _class_tiles, _token_blocks
 from masksafe.losses._rows._block_sizes import Options, Sizes
+from masksafe.losses._rows._formula import FormulaByParts
 from masksafe.losses._rows._sources import Linear, LinearInputs, as_rows
 
 _Args = tuple[LinearInputs, Arrays | None]  # the inputs and the weights
@@ -49,14 +50,14 @@ def evaluate(options: Options, inputs: LinearInputs, weights: Arrays | None = No
         results = evaluate(options._replace(axis_name=split.axes("classes") or None), *args)
         return results if weights is None else token_devices.sum(results)
 
-    result_names = (token_names,) * len(options.formula.depends_on_label) if weights is None else PartitionSpec()
+    result_names = (token_names,) * len(options.formula.names) if weights is None else PartitionSpec()
     return split.map(on_device, args, names, result_names)
 
 
 def _dimensions(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Pytree:
     """The names of the dimensions of each array; the classes have none where every device needs all of them."""
     tokens: Pytree = PartitionSpec(*(f"tokens {axis}" for axis in range(len(inputs.tokens))))
-    classes: Pytree = PartitionSpec("classes" if options.formula.by_parts else None)
+    classes: Pytree = PartitionSpec("classes" if isinstance(options.formula, FormulaByParts) else None)
     layer = Linear(PartitionSpec(*tokens, None), PartitionSpec(None, *classes), classes)  # type: ignore[arg-type]
     names = LinearInputs((layer,) * len(inputs.layers), tokens, classes, tokens, tokens)
     weight_names = None if weights is None else tuple(tokens if w.ndim else PartitionSpec() for w in weights)
@@ -120,11 +121,9 @@ def _schedules(
     options: Options, inputs: LinearInputs, in_blocks: Callable[..., Pytree], in_tiles: Callable[..., Pytree]
 ) -> list[Callable[..., Pytree]]:
     """`in_blocks` on a CPU; elsewhere `in_tiles`, if the formula can be computed in them. Both with their sizes."""
-    sizes_on_cpu, sizes_elsewhere = (
-        options.sizes(inputs, on_cpu, is_masked=inputs.unmasked is not None) for on_cpu in (True, False)
-    )
-    elsewhere = in_tiles if options.formula.by_parts else in_blocks
-    return [functools.partial(in_blocks, sizes_on_cpu), functools.partial(elsewhere, sizes_elsewhere)]
+    sizes_if = functools.partial(options.sizes, inputs, is_masked=inputs.unmasked is not None)
+    elsewhere = in_tiles if isinstance(options.formula, FormulaByParts) else in_blocks
+    return [functools.partial(in_blocks, sizes_if(True)), functools.partial(elsewhere, sizes_if(False))]
 
 
 def _sum_of(outputs: Arrays, weights: Arrays) -> Array:
@@ -166,8 +165,8 @@ def _plain(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Py
     formula, used = options.formula, inputs.used
     if used is not None:
         inputs = inputs._replace(unmasked=both(inputs.unmasked, jnp.broadcast_to(jnp.any(used, 0), inputs.tokens)))
-        if any(formula.depends_on_label):
-            has_label = jnp.any(used[: sum(formula.depends_on_label)], 0)
+        if formula.label_outputs:
+            has_label = jnp.any(used[: formula.label_outputs], 0)
             inputs = inputs._replace(data=jnp.where(has_label, inputs.data, 0))
     flat, dtype, classes = inputs.flat, inputs.sum_dtype, inputs.classes(options.axis_name)
 
@@ -207,9 +206,8 @@ def _in_reverse(options: Options, args: _Args, residuals: _Residuals, d_results:
 def _reverse(options: Options, args: _Args, residuals: _Residuals, d_results: Pytree) -> tuple[LinearInputs, Pytree]:
     inputs, weights = args
     # The weights are the same on all devices, so each device returns a part of their cotangents.
-    d_weights = (
-        None if weights is None else tuple(None if x is None else _times(d_results, x) for x in residuals.outputs)
-    )
+    each = (None if x is None else _times(d_results, x) for x in residuals.outputs)
+    d_weights = None if weights is None else tuple(each)
     number = options.formula.gradients
     layers, others = inputs.layers[:number], inputs.layers[number:]
     if residuals.sums is None and not residuals.gradients:

@@ -69,9 +69,8 @@ class Packed(NamedTuple):
         size = even_size(unmasked.size, size)
         length = -(-unmasked.size // size) * size
         unmasked = jnp.pad(unmasked, (0, length - unmasked.size))
-        order = jnp.where(
-            unmasked, jnp.arange(length, dtype=jnp.int32), jnp.argmax(unknown(unmasked)).astype(jnp.int32)
-        )
+        first = jnp.argmax(unknown(unmasked)).astype(jnp.int32)
+        order = jnp.where(unmasked, jnp.arange(length, dtype=jnp.int32), first)
         return cls(order, None, unmasked[:, None], length // size, size, length)
 
     @property

@@ -32,9 +32,8 @@ def sums_and_gradients(
     def one_block(i: Index, state: _State) -> _State:
         all_sums, gradients = state
         block = packed.block(i)
-        *features, known, d_rows, block_sums = block.take(
-            (*(layer.features for layer in layers), data, d_outputs, sums)
-        )
+        all_rows: Pytree = [layer.features for layer in layers], data, d_outputs, sums
+        features, known, d_rows, block_sums = block.take(all_rows)
         parts = [layer._replace(features=x) for layer, x in zip(layers, features, strict=True)]
         logits = tuple(layer.logits(dtype) for layer in parts)
         if sums is None:
