@@ -164,7 +164,9 @@ def _value(plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
 
 def _plain(plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
     q, k, v = map(without_sign_of_zero, x[:3])  # in their cotangents
-    return _forward(plan._replace(is_plain=True), x._replace(q=q, k=k, v=v), pairs)[0]
+    o, lse = _forward(plan._replace(is_plain=True), x._replace(q=q, k=k, v=v), pairs)[0]
+    # A cotangent of a query without a key may be NaN.
+    return jnp.where(lse[..., None] == -jnp.inf, 0, o), jnp.where(lse == -jnp.inf, -jnp.inf, lse)
 
 
 def _reverse(plan: Plan, args: tuple[Operands, Pairs], results: Partial, d: tuple[Array, Array]) -> tuple[Any, Any]:
