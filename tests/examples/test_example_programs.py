@@ -127,6 +127,7 @@ def test_candidates_are_timed_and_what_fails_or_has_no_time_is_named(monkeypatch
         list(gpu.rows_of("powers", CASE, 1e9, time.monotonic() - 1))
 
 
+@pytest.mark.slow
 def test_a_smoke_run_compiles_a_case_and_prints_its_table(capsys, monkeypatch):
     monkeypatch.setattr(compiled, "benchmarks", lambda: {"powers": [CASE]})
     compiled.main(["--target", "cpu", "--quick"])
