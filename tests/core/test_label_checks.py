@@ -104,7 +104,7 @@ WAYS = {
     "jit": jax.jit,
     "grad of jit": lambda fn: jax.grad(jax.jit(fn)),
     "vmap": jax.vmap,
-    "grad of scan": lambda fn: jax.grad(in_scan(fn)),
+    "scan": in_scan,
     "while": in_while,
     "cond": in_cond,
     "grad of remat": lambda fn: jax.grad(jax.checkpoint(fn)),
