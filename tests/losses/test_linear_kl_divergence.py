@@ -51,7 +51,7 @@ def test_a_low_temperature_costs_no_digits(direction, temperature):
     of = lambda fn: lambda x: fn(x, kernel, teacher, kernel, temperature=temperature, direction=direction)  # noqa: E731
     value, gradient = jax.jit(jax.value_and_grad(of(linear_kl_divergence)))(student)
     with jax.enable_x64(True):
-        np.testing.assert_allclose(value, jax.jit(of(plain))(student), rtol=1e-6)
+        np.testing.assert_allclose(value, of(plain)(student), rtol=1e-6)  # compiled, jax 0.12 makes it infinite
     assert not np.isnan(gradient).any()
 
 
