@@ -32,7 +32,7 @@ def dtype_of(layer: Any, x: Any, *parameters: Array | None) -> Any:
 
 
 def apply_row_norm(
-    layer: Any, op: Callable[..., Array], x: Any, scale: Array | None, bias: Array | None, mask: Any
+    layer: Any, op: Callable[..., Array], x: Array, scale: Array | None, bias: Array | None, mask: Any
 ) -> Array:
     """`op`, a norm of rows, whose parameters may lie along other axes than the normalised ones."""
     x, where, dtype = _read(layer, x, mask, scale, bias)
@@ -51,7 +51,9 @@ def apply_row_norm(
     return masks.selected(y, where).astype(dtype)
 
 
-def apply_group_norm(layer: Any, x: Any, num_groups: int, scale: Array | None, bias: Array | None, mask: Any) -> Array:
+def apply_group_norm(
+    layer: Any, x: Array, num_groups: int, scale: Array | None, bias: Array | None, mask: Any
+) -> Array:
     """`group_norm`, where `reduction_axes` may leave any axes to the samples."""
     x, where, dtype = _read(layer, x, mask, scale, bias)
     _check_features(layer, x, (x.ndim - 1,), scale, bias)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen
 
 from masksafe._core.arguments import message
-from masksafe._core.typing import Array, ArrayLike, Function
+from masksafe._core.typing import Array, ArrayLike, Axes, Function
 from masksafe.adapters import _flax_norms
 from masksafe.adapters._flax_attention import flax_attention
 from masksafe.adapters._flax_masks import Cache, cleared, cleared_inputs
@@ -43,7 +43,8 @@ class LayerNorm(linen.LayerNorm):  # type: ignore[misc]
 
     @_compact
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
-        scale, bias = _parameters(self, x, self.feature_axes)
+        x = jnp.asarray(x)
+        scale, bias = _parameters(self, x, _flax_norms.axes_of(self, x, self.feature_axes))
         return _flax_norms.apply_row_norm(self, layer_norm, x, scale, bias, mask)
 
 
@@ -62,7 +63,8 @@ class RMSNorm(linen.RMSNorm):  # type: ignore[misc]
 
     @_compact
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
-        scale, _ = _parameters(self, x, self.feature_axes)
+        x = jnp.asarray(x)
+        scale, _ = _parameters(self, x, _flax_norms.axes_of(self, x, self.feature_axes))
         return _flax_norms.apply_row_norm(self, rms_norm, x, scale, None, mask)
 
 
@@ -82,16 +84,17 @@ class GroupNorm(linen.GroupNorm):  # type: ignore[misc]
 
     @_compact
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
+        x = jnp.asarray(x)
         if (self.num_groups is None) == (self.group_size is None):
             found, hint = f"values {self.num_groups} and {self.group_size}", "The default of num_groups is 32."
             raise ValueError(message("GroupNorm", "num_groups and group_size", found, "None for one of them", hint))
-        num_groups, channels = self.num_groups, jnp.shape(x)[-1]
+        num_groups, channels = self.num_groups, x.shape[-1]
         if num_groups is None:
             if channels % self.group_size:
                 expected = f"a divisor of the {channels} channels"
                 raise ValueError(message("GroupNorm", "group_size", f"value {self.group_size}", expected))
             num_groups = channels // self.group_size
-        scale, bias = _parameters(self, x, -1)
+        scale, bias = _parameters(self, x, (x.ndim - 1,))
         return _flax_norms.apply_group_norm(self, x, num_groups, scale, bias, mask)
 
 
@@ -122,11 +125,12 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
     ) -> Array:
         x = jnp.asarray(x)
         uses_average = linen.merge_param("use_running_average", self.use_running_average, use_running_average)
-        shape = [x.shape[a] for a in _flax_norms.axes_of(self, x, self.axis)]
+        features = _flax_norms.axes_of(self, x, self.axis)
+        shape = [x.shape[a] for a in features]
         average_dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
         mean_average = self.variable("batch_stats", "mean", jnp.zeros, shape, average_dtype)
         var_average = self.variable("batch_stats", "var", jnp.ones, shape, average_dtype)
-        scale, bias = _parameters(self, x, self.axis)
+        scale, bias = _parameters(self, x, features)
         if uses_average:
             mean, var = mean_average.value, var_average.value
             return _flax_norms.apply_batch_norm(self, x, scale, bias, mask, mean=mean, var=var)[0]
@@ -197,9 +201,9 @@ class MultiHeadAttention(MultiHeadDotProductAttention):
     """`MultiHeadDotProductAttention` under flax's other name, which is part of the names of its parameters."""
 
 
-def _parameters(layer: Any, x: ArrayLike, axes: Any) -> tuple[Array | None, Array | None]:
-    """Scale and bias along some axes of `x`, made in the order of flax: each draws from the random stream."""
-    shape = [jnp.shape(x)[a] for a in _flax_norms.axes_of(layer, jnp.asarray(x), axes)]
+def _parameters(layer: Any, x: Array, features: Axes) -> tuple[Array | None, Array | None]:
+    """Scale and bias, made in the order of flax: each draws from the random stream."""
+    shape = [x.shape[a] for a in features]
 
     def parameter(name: str) -> Array | None:
         if not getattr(layer, f"use_{name}", False):

@@ -27,6 +27,12 @@ def test_a_call_of_attention_is_recorded_once():
     np.testing.assert_array_equal(recorded, out)
 
 
+@pytest.mark.parametrize("layer", [ours.LayerNorm(), ours.RMSNorm(), ours.GroupNorm(num_groups=2)])
+def test_a_list_is_an_array(layer):
+    x, key = [[1.0, 2.0, 3.0, 4.0]], jax.random.key(0)
+    np.testing.assert_array_equal(*(layer.init_with_output(key, a)[0] for a in (x, jnp.array(x))))
+
+
 # A whole model.
 
 
