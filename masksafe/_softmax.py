@@ -142,8 +142,8 @@ def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
     References:
       `jax.nn.softmax <https://docs.jax.dev/en/latest/_autosummary/jax.nn.softmax.html>`_, which it replaces.
     """
-    x = as_promoted_float_array("softmax", "x", x, any_width=True)
-    return _softmax(canonical_axes("softmax", axis, x.ndim), x, read_mask("softmax", where, x.shape))
+    x, axes, where = _check_arguments("softmax", x, axis, where)
+    return _softmax(axes, x, where)
 
 
 @public_op
@@ -179,8 +179,15 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
       `jax.nn.log_softmax <https://docs.jax.dev/en/latest/_autosummary/jax.nn.log_softmax.html>`_, which it
       replaces.
     """
-    x = as_promoted_float_array("log_softmax", "x", x, any_width=True)
-    return _log_softmax(canonical_axes("log_softmax", axis, x.ndim), x, read_mask("log_softmax", where, x.shape))
+    x, axes, where = _check_arguments("log_softmax", x, axis, where)
+    return _log_softmax(axes, x, where)
+
+
+def _check_arguments(
+    op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None
+) -> tuple[Array, Axes, Array | None]:
+    x = as_promoted_float_array(op, "x", x, any_width=True)
+    return x, canonical_axes(op, axis, x.ndim), read_mask(op, where, x.shape)
 
 
 def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:

@@ -56,7 +56,8 @@ def segment_logsumexp(
     References:
       `jax.nn.logsumexp <https://docs.jax.dev/en/latest/_autosummary/jax.nn.logsumexp.html>`_, for rows.
     """
-    data, op = as_promoted_float_array("segment_logsumexp", "data", data), "segment_logsumexp"
+    op = "segment_logsumexp"
+    data = as_promoted_float_array(op, "data", data)
     return compute(op, _logsumexp, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
@@ -99,7 +100,8 @@ def segment_softmax(
     References:
       `jraph.segment_softmax <https://github.com/google-deepmind/jraph>`_, which it replaces.
     """
-    data, op = as_promoted_float_array("segment_softmax", "data", data), "segment_softmax"
+    op = "segment_softmax"
+    data = as_promoted_float_array(op, "data", data)
     return compute_for_rows(op, _softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
@@ -142,7 +144,8 @@ def segment_log_softmax(
     References:
       `jax.nn.log_softmax <https://docs.jax.dev/en/latest/_autosummary/jax.nn.log_softmax.html>`_, for rows.
     """
-    data, op = as_promoted_float_array("segment_log_softmax", "data", data), "segment_log_softmax"
+    op = "segment_log_softmax"
+    data = as_promoted_float_array(op, "data", data)
     return compute_for_rows(op, _log_softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 

@@ -236,9 +236,8 @@ def softmax_cross_entropy_with_integer_labels(
         class_weights = _arguments.read_per_class(op, "class_weights", class_weights, number, "logits")
     inputs = inputs._replace(class_weights=class_weights if formula.has_mean else None)
     outputs = label_outputs(LabelConfig(formula, axes, axis_name), inputs, None)
-    if (
-        class_weights is not None and class_weights.size > 0 and "cross_entropy" in factors
-    ):  # JAX indexes no empty array
+    # JAX indexes no empty array.
+    if class_weights is not None and class_weights.size > 0 and "cross_entropy" in factors:
         weighted = _weighted_by_labels(axes, axis_name, outputs[0], inputs, class_weights)
         outputs = weighted, *outputs[1:]
     losses = tuple(x if n == 1 else x * n for x, n in zip(outputs, factors.values(), strict=True))

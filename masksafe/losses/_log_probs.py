@@ -109,10 +109,8 @@ def log_probs(
       `distrax.Categorical <https://github.com/google-deepmind/distrax>`_.
     """
     op = "log_probs"
-    temperature, with_entropy = (
-        read_number(op, "temperature", temperature),
-        arguments.as_bool(op, "with_entropy", with_entropy),
-    )
+    temperature = read_number(op, "temperature", temperature)
+    with_entropy = arguments.as_bool(op, "with_entropy", with_entropy)
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where)
     static, array = (1.0, None) if temperature == 1 else arguments.as_static_or_array(temperature, *inputs[:2])
     names: tuple[Output, ...] = ("log_prob", "entropy") if with_entropy else ("log_prob",)

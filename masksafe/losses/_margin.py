@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -192,7 +193,7 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
       `optax.losses.multiclass_hinge_loss
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_hinge_loss>`_.
     """
-    return _multiclass_loss("multiclass_hinge_loss", scores, labels, where, 1)
+    return _multiclass_loss("multiclass_hinge_loss", scores, labels, where, _hinge_losses)
 
 
 @public_op
@@ -232,7 +233,7 @@ def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: A
 
       Collins, "Discriminative training methods for Hidden Markov Models", 2002.
     """
-    return _multiclass_loss("multiclass_perceptron_loss", scores, labels, where, 0)
+    return _multiclass_loss("multiclass_perceptron_loss", scores, labels, where, _perceptron_losses)
 
 
 @public_op
@@ -275,13 +276,13 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
 
       Martins and Astudillo, "From Softmax to Sparsemax", 2016.
     """
-    return _multiclass_loss("multiclass_sparsemax_loss", scores, labels, where, None)
+    return _multiclass_loss("multiclass_sparsemax_loss", scores, labels, where, _sparsemax_losses)
 
 
 def _multiclass_loss(
-    op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, margin: int | None
+    op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, losses_of: Callable[..., Array]
 ) -> Array:
-    """The hinge loss for a margin of 1, the perceptron loss for 0, the sparsemax loss for None."""
+    """`losses_of(scores, labels, mask)`, where labels, like the losses, are `[..., 1]`."""
     scores, labels = as_float_array(op, "scores", scores), as_label_array(op, "labels", labels)
     if scores.ndim == 0 or scores.shape[-1] == 0:
         raise ValueError(message(op, "scores", f"shape {scores.shape}", "[..., num_classes] with at least one class"))
@@ -290,16 +291,23 @@ def _multiclass_loss(
     labels, dtype = jnp.broadcast_to(labels, rows), precision.default_or_wider(scores.dtype)
     mask = read_mask(op, where, shape, "the input", "elements or rows", axes)
     bad_rows = label_checks.check_integer_labels(op, labels, mask, axes, shape, None)
-    return _evaluate(margin, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
+    return _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
 
 
 @jitted(0, 1)
 def _evaluate(
-    margin: int | None, dtype: DType, scores: Array, labels: Array, mask: Array | None, bad: Array | None
+    losses_of: Callable[..., Array], dtype: DType, scores: Array, labels: Array, mask: Array | None, bad: Array | None
 ) -> Array:
-    rows = scores, labels[..., None], mask
-    losses = _sparsemax_losses(*rows) if margin is None else _evaluate_rows(margin, *rows).loss
+    losses = losses_of(scores, labels[..., None], mask)
     return label_checks.nan_where_bad(losses.squeeze(-1).astype(dtype), bad)
+
+
+def _hinge_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
+    return _evaluate_rows(1, scores, labels, mask).loss
+
+
+def _perceptron_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
+    return _evaluate_rows(0, scores, labels, mask).loss
 
 
 class _RowLosses(NamedTuple):

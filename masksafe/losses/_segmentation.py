@@ -96,8 +96,8 @@ def dice_loss(
         if class_weights.shape != p.shape[-1:]:
             raise ValueError(message(op, "class_weights", f"shape {class_weights.shape}", f"{p.shape[-1:]}"))
         losses = _weight_losses(losses, class_weights, unmasked_rows)
-    if as_bool(op, "ignore_background", ignore_background) and losses.shape[-1] > 1:
-        losses, unmasked_rows = losses[..., 1:], unmasked_rows[..., 1:]
+    if as_bool(op, "ignore_background", ignore_background):
+        losses, unmasked_rows = _drop_background(losses, unmasked_rows)
     if reduction != "none":
         losses = mean(losses, -1, unmasked_rows) if reduction == "mean" else jnp.sum(losses, -1)
     return losses.astype(dtype)
@@ -167,8 +167,8 @@ def multiclass_generalized_dice_loss(
     number = unfolded.number_of(is_present).astype(weights.dtype)
     weights *= number / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
     losses = _weight_losses(losses, weights, unmasked_rows)
-    if as_bool(op, "ignore_background", ignore_background) and losses.shape[-1] > 1:
-        losses, unmasked_rows = losses[..., 1:], unmasked_rows[..., 1:]
+    if as_bool(op, "ignore_background", ignore_background):
+        losses, unmasked_rows = _drop_background(losses, unmasked_rows)
     return mean(losses, where=unmasked_rows).astype(dtype)
 
 
@@ -295,3 +295,8 @@ def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
 def _weight_losses(losses: Array, weights: Array, unmasked_rows: Array) -> Array:
     """The losses `[..., num_classes]` times the weights `[num_classes]`."""
     return selected(losses * jnp.expand_dims(weights, range(losses.ndim - 1)), unmasked_rows)
+
+
+def _drop_background(losses: Array, unmasked_rows: Array) -> tuple[Array, Array]:
+    """Leaves class 0 out of both, unless it is the only one."""
+    return (losses[..., 1:], unmasked_rows[..., 1:]) if losses.shape[-1] > 1 else (losses, unmasked_rows)

@@ -184,9 +184,16 @@ def triplet_margin_loss(
 
 @jitted(0, 1, 2)
 def _evaluate_triplets(
-    axes: Axes, dtype: DType, known_degree: int | None, vectors: list[Array], mask: Array | None, *numbers: Pytree
+    axes: Axes,
+    dtype: DType,
+    known_degree: int | None,
+    vectors: list[Array],
+    mask: Array | None,
+    degree: Array,
+    margin: ArrayLike,
+    eps: ArrayLike,
 ) -> Array:
-    (degree, margin, eps), unmasked_rows = numbers, find_unmasked_rows(mask, axes)
+    unmasked_rows = find_unmasked_rows(mask, axes)
     degrees = () if known_degree is not None else (jnp.reshape(degree, (1,) * vectors[0].ndim),)
 
     power = jnp.power if known_degree is None else lambda x: jnp.power(x, known_degree)

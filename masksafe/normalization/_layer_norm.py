@@ -190,9 +190,9 @@ def standardize(
     op = "standardize"
     x = arguments.as_promoted_float_array(op, "x", x, any_width=True)
     arguments.as_choice(op, "algorithm", algorithm, ("fast", "stable"))
-    number = epsilon if isinstance(epsilon, numbers.Real) else 0.0
-    static, arrays = given(op, x, None, None, where, weights, number)
-    if mean is None and variance is None and number is epsilon:
+    is_number = isinstance(epsilon, numbers.Real)
+    static, arrays = given(op, x, None, None, where, weights, epsilon if is_number else 0.0)
+    if mean is None and variance is None and is_number:
         return normalize_rows(Call.of(op, x, axis, axis_name, static), arrays)
     epsilon = arguments.as_one_element(op, "epsilon", arguments.as_array(op, "epsilon", epsilon))
     mean = arguments.if_given(_as_statistic, op, "mean", mean, x)
@@ -245,10 +245,10 @@ def _standardize_with_given_statistics(
     if mean is None:
         deviations = row_moments.deviations(wide, where)
     else:
-        mean = masks.selected(jnp.broadcast_to(mean, x.shape).astype(wide.dtype), where)
+        mean = _broadcast_statistic(wide, mean, where, 0)
         deviations = masks.selected(wide - mean, where)
     if variance is not None:
-        variance = masks.selected(jnp.broadcast_to(variance, x.shape).astype(wide.dtype), where, 1)
+        variance = _broadcast_statistic(wide, variance, where, 1)
     elif mean is None:
         variance = row_moments.variance
     else:  # E[(x - m)^2] = var + (E[x] - m)^2, and E[x^2] - m^2 = var + (E[x] - m) (E[x] + m)
@@ -258,3 +258,7 @@ def _standardize_with_given_statistics(
     is_zero = (variance == 0) & (deviations == 0)
     reciprocal_std = jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
     return masks.selected(deviations * reciprocal_std, where).astype(dtype)
+
+
+def _broadcast_statistic(x: Array, statistic: Array, where: Array | None, masked: float) -> Array:
+    return masks.selected(jnp.broadcast_to(statistic, x.shape).astype(x.dtype), where, masked)
