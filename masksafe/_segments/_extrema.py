@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jax import lax
-
-from masksafe._core import platforms
 from masksafe._core.arguments import as_real_array
-from masksafe._core.extrema import as_ordered_integer, extremum, from_ordered_integer, over_devices
+from masksafe._core.extrema import extremum, over_devices
 from masksafe._core.masks import Weighting
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
@@ -110,11 +106,4 @@ def _min(segments: Segments, x: Array, weighting: Weighting) -> Array:
 
 def _reduce(is_max: bool, segments: Segments, x: Array, limit: Array | float) -> Array:
     """The extremum of each segment, over all devices; NaN if an unmasked element is NaN."""
-    scatter = lax.scatter_max if is_max else lax.scatter_min
-
-    def by_order(x: Array) -> Array:
-        start = as_ordered_integer(jnp.asarray(limit, x.dtype), is_max)
-        return from_ordered_integer(segments.combined(scatter, as_ordered_integer(x, is_max), start), x.dtype)
-
-    here = platforms.on_cpu_or_elsewhere(lambda x: segments.combined(scatter, x, limit), by_order, x)
-    return over_devices(is_max, here, segments.devices)
+    return over_devices(is_max, segments.extremum(is_max, x, limit), segments.devices)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import masks, platforms, sharding, unfolded
+from masksafe._core.extrema import as_ordered_integer, from_ordered_integer
 from masksafe._core.masks import Weighting
 from masksafe._core.moments import nonzero_divisor, weighted
 from masksafe._core.typing import Array, Pytree
@@ -51,6 +52,18 @@ class Segments:
         empty = jnp.broadcast_to(jnp.asarray(start, x.dtype), (self.number, *x.shape[1:]))
         options = {"indices_are_sorted": self.are_sorted, "mode": lax.GatherScatterMode.FILL_OR_DROP}
         return scatter(empty, self.ids[:, None], x, dimensions, **options)
+
+    def extremum(self, is_max: bool, x: Array, limit: Array | float) -> Array:
+        """The largest, or the smallest, elements of each segment, on this device; NaN where one is."""
+
+        def by_order(x: Array, is_wide: bool) -> Array:
+            order, start = (as_ordered_integer(a, is_max, is_wide=is_wide) for a in (x, jnp.asarray(limit, x.dtype)))
+            return from_ordered_integer(self.combined(scatter, order, start), x.dtype)
+
+        scatter = lax.scatter_max if is_max else lax.scatter_min
+        narrow, wide = (functools.partial(by_order, is_wide=is_wide) for is_wide in (False, True))
+        on_cpu = narrow if x.dtype == jnp.bfloat16 else lambda x: self.combined(scatter, x, limit)
+        return platforms.on_cpu_or_elsewhere(on_cpu, wide, x)
 
     def sum(self, x: Array, where: Array | None = None) -> Array:
         """The sum of the unmasked elements of each segment, over all devices.

@@ -152,7 +152,7 @@ def segment_log_softmax(
 def _largest(segments: Segments, x: Array, where: Array | None) -> Array:
     """The largest unmasked element of each segment, wide, without a derivative; -inf for an empty segment."""
     x = lax.stop_gradient(selected(x, where, -jnp.inf))
-    return segments.devices.max(widened(segments.combined(lax.scatter_max, x, -jnp.inf)))
+    return segments.devices.max(widened(segments.extremum(True, x, -jnp.inf)))
 
 
 def _minus(segments: Segments, x: Array, where: Array | None, values: Array) -> Array:
