@@ -41,7 +41,7 @@ DTYPES = {"float32": tuple(SHAPES), "bfloat16": ("large",), "float16": ("large",
 MASKED, VMAPPED, AVERAGED = ("in cache", "large"), "in cache", "large"
 ROWS_OF_SEGMENT = 8  # on average
 EXPERTS_OF_TOKEN = 2
-MOST_ROWS_OF_PAIRS = 8192  # so that the plain formula's matrix of pairs fits into memory
+MOST_ROWS_OF_PAIRS = 4096  # so that the plain formula's matrix of pairs fits into memory, and a call takes a second
 WORST = 40
 
 Maker = Callable[[str, str, str, Shape], Work]  # of a work, a mask, a dtype, and rows and classes
