@@ -191,10 +191,11 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Pytree]) -> tuple[Arr
     return masked_in_derivatives(*primals), selected(tangents[0], primals[1])
 
 
-def computed_once(cotangent: Array) -> Array:
-    """The cotangent, which a program for a CPU writes to memory before anything uses it.
+def computed_once(x: Array) -> Array:
+    """The array, which a program for a CPU writes to memory before anything uses it.
 
-    After a matrix product with several axes of rows, one of the two products of the reverse pass reads the cotangent
-    transposed. XLA would compute it twice, once in each order, with all of its exponentials.
+    For a cotangent: after a matrix product with several axes of rows, one of the two products of the reverse pass reads
+    the cotangent transposed. XLA would compute it twice, once in each order, with all of its exponentials. For results
+    of rows: XLA would compute all rows and their mean in one kernel, on one core.
     """
-    return platforms.unfused_on_cpu(cotangent) if are_whole(cotangent) else cotangent
+    return platforms.unfused_on_cpu(x) if are_whole(x) else x

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, row_blocks, unfolded
+from masksafe._core.derivatives import computed_once
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, Axis, Pytree, jitted
@@ -310,7 +311,7 @@ def _evaluate_cosine(
     unmasked_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)
     # In an empty row epsilon must have no effect either.
     epsilon = selected(jnp.asarray(epsilon, product.dtype), unmasked_rows, 1)
-    similarity = _over_norm(_over_norm(product, square_a, epsilon), square_b, epsilon)
+    similarity = computed_once(_over_norm(_over_norm(product, square_a, epsilon), square_b, epsilon))
     result = selected(1 - similarity if as_distance else similarity, unmasked_rows)
     return jnp.squeeze(result, axes).astype(dtype)
 
