@@ -15,6 +15,7 @@ where a bar is the average over a row. The first of the averages comes from :mat
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -113,6 +114,10 @@ def _reverse(norm: Norm, residuals: tuple[NormInputs, Moments], d_y: Array) -> t
     if any(p is not None and math.prod(p.shape[:leading]) != 1 for p in parameters):
         leading = 0  # their cotangents are not sums over all rows
     slopes, args = functools.partial(_slopes, norm, d_y.ndim - leading), (inputs, row_moments, d_y)
+    is_one_pass = d_y.size <= platforms.choices().most_elements_in_one_pass
+    if leading and norm.rows.are_one_kernel(inputs.x, inputs.where) and is_one_pass:
+        by_kernels = functools.partial(_slopes_by_kernels, norm, slopes)
+        slopes = functools.partial(platforms.on_cpu_or_elsewhere, by_kernels, slopes)
     (d_x, d_weights), totals = row_blocks.map_row_blocks(slopes, *args, leading=leading, has_totals=True)
     like = lambda p, d: None if p is None else d.reshape(p.shape).astype(p.dtype)  # noqa: E731
     d_scale, d_bias = map(like, parameters, totals)
@@ -149,6 +154,16 @@ def _slopes(norm: Norm, num_axes: int, inputs: NormInputs, row_moments: Moments,
     d_x = selected(selected(d_normalized * factor + d_x, unmasked), unmasked_rows).astype(x.dtype)
     totals = (None if p is None else _sum_to(p, d, num_axes) for p, d in ((scale, d_scale), (bias, d_bias)))
     return (d_x, None if d_weights is None else selected(d_weights, where)), tuple(totals)
+
+
+def _slopes_by_kernels(norm: Norm, slopes: Callable[..., Pytree], *args: Pytree) -> Pytree:
+    """Each cotangent computes the moments from the elements again: XLA would write what they share to memory."""
+
+    def again() -> Pytree:
+        inputs, _, d_y = platforms.unfused(args)
+        return slopes(inputs, norm.moments(inputs), d_y)
+
+    return again()[0], (again()[1][0], again()[1][1])
 
 
 normalize = rule(_forward, _reverse, _evaluate)
