@@ -1,12 +1,13 @@
 """Dividing an axis of any length into tiles of one size, and loops over some of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from masksafe._core.typing import Array, Index, Pytree, Tree
 
@@ -152,9 +153,24 @@ def element(x: Array, i: Index, axis: int = 0) -> Array:
 
 
 def once_if(condition: Array, fn: Callable[[Tree], Tree], state: Tree) -> Tree:
-    """`fn(state)` if the condition holds, else `state`; a loop, since under vmap a `lax.cond` would always run `fn`."""
+    """`fn(state)` if the condition holds, under vmap for any example, else `state`.
+
+    A loop, since under vmap a `lax.cond` may always run `fn`.
+    """
+    condition = _for_any_example(condition)
 
     def body(carry: tuple[Array, Tree]) -> tuple[Array, Tree]:
         return jnp.zeros_like(condition), fn(carry[1])
 
     return lax.while_loop(lambda carry: carry[0], body, (condition, state))[1]
+
+
+@custom_vmap
+def _for_any_example(condition: Array) -> Array:
+    """A condition that is the same for all examples of a batch: otherwise XLA computes what depends on no example."""
+    return condition
+
+
+@_for_any_example.def_vmap
+def _(_: int, __: Sequence[bool], conditions: Array) -> tuple[Array, bool]:
+    return _for_any_example(jnp.any(conditions)), False
