@@ -8,10 +8,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import Benchmark, Work, cases_of, eager_too, grid_of, random_bits, random_labels, random_normal
+import optax
+from measure import Benchmark, Work, against, cases_of, eager_too, functional, grid_of
 
 import masksafe
 
@@ -24,41 +26,26 @@ DTYPES = {"float32": tuple(SIZES_OF_CROSS_ENTROPY), "bfloat16": ("middle", "larg
 IGNORED = -100
 
 
-def cross_entropy_of_optax(name: str) -> Callable[..., jax.Array]:
-    """A mask of rows is applied as optax's users apply it: to the losses."""
-
-    def loss(logits: jax.Array, labels: jax.Array, where: jax.Array | None) -> jax.Array:
-        import optax
-
-        fn = getattr(optax, name)
-        if where is None or where.ndim == logits.ndim:
-            return fn(logits, labels, where=where)
-        return jnp.where(where, fn(logits, labels), 0)
-
-    return loss
-
-
-def cross_entropy_of_torch(logits: Any, labels: Any) -> Any:
-    import torch
-
-    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
-
-
 def prepare_cross_entropy(kind: str, mask: str, dtype: str, shape: tuple[int, int]) -> Work:
-    logits, labels = random_normal(shape, dtype), random_labels(shape[:1], shape[1])
-    where = {"none": None, "rows": random_bits(shape[:1], 0.5), "classes": random_bits(shape, 0.5)}[mask]
+    logits, labels = drawn.normal(shape, dtype), drawn.labels(shape[:1], shape[1])
+    where = {"none": None, "rows": drawn.bits(shape[:1], 0.5), "classes": drawn.bits(shape, 0.5)}[mask]
     if mask == "classes":
         where |= labels[:, None] == jnp.arange(shape[1])
-    ours = getattr(masksafe.losses, CROSS_ENTROPIES[kind])
-    functions = {
-        "masksafe": lambda logits, labels, where: ours(logits, labels, where=where),
-        "optax": cross_entropy_of_optax(CROSS_ENTROPIES[kind]),
-    }
     in_torch = mask == "none" or (mask, kind) == ("rows", "integer")
     for_torch = jnp.where(where, labels, IGNORED) if mask == "rows" else labels
     if kind == "one-hot":
         labels = for_torch = jax.nn.one_hot(labels, shape[1], dtype=dtype)
-    functions |= {"torch": cross_entropy_of_torch} if in_torch else {}
+    ours, peers = (getattr(library.losses, CROSS_ENTROPIES[kind]) for library in (masksafe, optax))
+
+    def of_optax(logits: jax.Array, labels: jax.Array, where: jax.Array | None) -> jax.Array:
+        """A mask of rows is applied as optax's users apply it: to the losses."""
+        if where is None or where.ndim == logits.ndim:
+            return peers(logits, labels, where=where)
+        return jnp.where(where, peers(logits, labels), 0)
+
+    functions = {"masksafe": lambda logits, labels, where: ours(logits, labels, where=where), "optax": of_optax}
+    if in_torch:
+        functions["torch"] = lambda *args: functional().cross_entropy(*args, ignore_index=IGNORED, reduction="none")
     return Work(functions, (logits, labels, where), torch_args=(logits, for_torch))
 
 
@@ -78,7 +65,7 @@ Shape = tuple[int, ...]
 
 
 def pair(shape: Shape) -> tuple[jax.Array, jax.Array]:
-    return random_normal(shape), random_normal(shape, seed=1)
+    return drawn.normal(shape), drawn.normal(shape, seed=1)
 
 
 def with_targets(of_targets: Callable[[jax.Array], Any], shape: Shape) -> tuple[Any, ...]:
@@ -87,7 +74,7 @@ def with_targets(of_targets: Callable[[jax.Array], Any], shape: Shape) -> tuple[
 
 
 def with_labels(shape: Shape, classes: int = 0) -> tuple[Any, ...]:
-    return random_normal(shape), random_labels(shape[:1], classes or shape[1])
+    return drawn.normal(shape), drawn.labels(shape[:1], classes or shape[1])
 
 
 def distributions(logarithms: bool, shape: Shape) -> tuple[Any, ...]:
@@ -106,8 +93,8 @@ def speech(shape: Shape) -> tuple[Any, ...]:
     classes = 2 * words
     lengths = np.random.default_rng(0).uniform(0.5, 1, (samples, 1))
     padding = lambda n: jnp.asarray(np.arange(n) >= n * lengths, jnp.float32)  # noqa: E731
-    labels = 1 + random_labels((samples, words), classes - 1)
-    return random_normal((samples, frames, classes)), padding(frames), labels, padding(words)
+    labels = 1 + drawn.labels((samples, words), classes - 1)
+    return drawn.normal((samples, frames, classes)), padding(frames), labels, padding(words)
 
 
 TARGETS, SHARES = (functools.partial(with_targets, of) for of in (lambda y: y, jax.nn.softmax))
@@ -129,45 +116,28 @@ ARGUMENTS: dict[str, Callable[[Shape], tuple[Any, ...]]] = {
     **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), functools.partial(pixels, 8)),
     **dict.fromkeys(("ctc_loss", "ctc_loss_with_forward_probs"), speech),
     "ntxent": lambda shape: with_labels(shape, max(2, shape[0] // 8)),
-    "triplet_margin_loss": lambda shape: (*pair(shape), random_normal(shape, seed=2)),
+    "triplet_margin_loss": lambda shape: (*pair(shape), drawn.normal(shape, seed=2)),
     "smooth_labels": lambda shape: (jax.nn.softmax(pair(shape)[0]), 0.1),
     "make_fenchel_young_loss": TARGETS,
 }
 
 
-def loss_of(library: Any, name: str) -> Callable[..., Any]:
-    fn = getattr(library, name)
-    return fn(jax.nn.logsumexp) if name == "make_fenchel_young_loss" else fn
-
-
-def of_optax(name: str) -> Callable[..., Any]:
-    def loss(*args: Any) -> Any:
-        import optax
-
-        return loss_of(optax.losses, name)(*args)
-
-    return loss
-
-
 def prepare(name: str, mask: str, dtype: str, shape: Shape) -> Work:
+    """A mask is one of what is a loss of its own: an element or a row. optax's users select among the losses."""
     args = jax.tree.map(jnp.asarray, ARGUMENTS[name](shape))
     args = tuple(x.astype(dtype) if x.dtype == jnp.float32 else x for x in args)
-    work = Work({"masksafe": loss_of(masksafe.losses, name), "optax": of_optax(name)}, args)
-    return work if mask == "none" else with_mask(work)
-
-
-def with_mask(work: Work) -> Work:
-    """The work with a mask of what is a loss of its own: an element or a row. optax's users select among the losses."""
-    ours, peers = work.functions["masksafe"], work.functions["optax"]
-    shape = jax.eval_shape(ours, *work.args).shape
-    dimensions = work.args[0].ndim
+    ours, peers = (getattr(library.losses, name) for library in (masksafe, optax))
+    if name == "make_fenchel_young_loss":
+        ours, peers = ours(jax.nn.logsumexp), peers(jax.nn.logsumexp)
+    if mask == "none":
+        return Work({"masksafe": ours, "optax": peers}, args)
+    shape, dimensions = jax.eval_shape(ours, *args).shape, args[0].ndim
     rows_are_whole = len(shape) == dimensions or dimensions > 2
-    where = random_bits(shape if rows_are_whole else (*shape, 1), 0.7)
     functions = {
         "masksafe": lambda *args: ours(*args[:-1], where=args[-1]),
         "optax": lambda *args: jnp.where(args[-1].reshape(shape), peers(*args[:-1]), 0),
     }
-    return Work(functions, (*work.args, where))
+    return Work(functions, (*args, drawn.bits(shape if rows_are_whole else (*shape, 1), 0.7)))
 
 
 def shape_of(name: str, size: str) -> Shape:
@@ -179,6 +149,7 @@ def at_most(name: str, shape: Shape) -> Shape:
     return tuple(map(min, shape, MOST.get(name, shape)))
 
 
+OF_CROSS_ENTROPY = cases_of(prepare_cross_entropy, SIZES_OF_CROSS_ENTROPY, grid_of(CROSS_ENTROPIES, MASKS, DTYPES))
 CASES = [
     case
     for name in ARGUMENTS
@@ -186,10 +157,7 @@ CASES = [
     if (name, size) != ("ntxent", "large")  # it would be the middle one
     for case in cases_of(prepare, {size: shape_of(name, size)}, [(name, "none", "float32", size)])
 ]
-OF_CROSS_ENTROPY = cases_of(prepare_cross_entropy, SIZES_OF_CROSS_ENTROPY, grid_of(CROSS_ENTROPIES, MASKS, DTYPES))
 BENCHMARKS = [
-    Benchmark(
-        *("cross_entropy", "Cross-entropy", (("masksafe", "optax"), ("masksafe", "torch"))), eager_too(OF_CROSS_ENTROPY)
-    ),
-    Benchmark("losses", "All losses", (("masksafe", "optax"),), eager_too(CASES, EAGER)),
+    Benchmark("cross_entropy", "Cross-entropy", against("optax", "torch"), eager_too(OF_CROSS_ENTROPY)),
+    Benchmark("losses", "All losses", against("optax"), eager_too(CASES, EAGER)),
 ]

@@ -24,7 +24,7 @@ import losses
 import normalization
 import results
 import segments
-from command import console, measure_all, parse, tell
+from command import main
 from measure import VALUE, Benchmark, Case, Row, Work, by_x, cases_of, eager_too
 from plots import draw_by_work
 from results import NOTHING, SLOWER, Pair, as_markdown, csv_of, grouped, mean, ratio_text, read_csv
@@ -172,9 +172,11 @@ def text_of(pair: Pair) -> str:
 
 
 def worst(found: Sequence[Pair]) -> str:
-    header = ["work", "case", "against", "minima", "medians", "ms"]
-    cells = lambda pair: [ratio_text(pair.minimum), ratio_text(pair.median), results.number(pair.row.minimum_ms)]  # noqa: E731
-    return as_markdown(header, [[p.row.work, text_of(p), p.peer.candidate, *cells(p)] for p in found[:WORST]])
+    lines = []
+    for pair in found[:WORST]:
+        ratios = ratio_text(pair.minimum), ratio_text(pair.median)
+        lines.append([pair.row.work, text_of(pair), pair.peer.candidate, *ratios, results.number(pair.row.minimum_ms)])
+    return as_markdown(["work", "case", "against", "minima", "medians", "ms"], lines)
 
 
 def by_work(found: Sequence[Pair]) -> str:
@@ -185,34 +187,17 @@ def by_work(found: Sequence[Pair]) -> str:
     lines = []
     for work, group in grouped(longer(found), lambda pair: pair.row.work).items():
         ratios = [pair.minimum for pair in group]
-        cells = str(len(group)), ratio_text(mean(ratios)), str(sum(ratio > SLOWER for ratio in ratios))
-        of_width = grouped(group, lambda pair: pair.row.dtype == "float32")
-        told = [
-            f"{ratio_text(p[0].minimum)}: {text_of(p[0])}" if p else NOTHING for p in map(of_width.get, (True, False))
-        ]
-        lines.append((mean(ratios), [work, *cells, *told]))
-    header = [
-        "work",
-        "cases",
-        "geometric mean",
-        f"above {SLOWER}",
-        "the worst in float32",
-        "the worst in 16 bits",
-    ]
+        cells = [work, str(len(group)), ratio_text(mean(ratios)), str(sum(ratio > SLOWER for ratio in ratios))]
+        for is_wide in (True, False):
+            of_width = (pair for pair in group if (pair.row.dtype == "float32") == is_wide)
+            cells.append(next((f"{ratio_text(pair.minimum)}: {text_of(pair)}" for pair in of_width), NOTHING))
+        lines.append((mean(ratios), cells))
+    header = ["work", "cases", "geometric mean", f"above {SLOWER}", "the worst in float32", "the worst in 16 bits"]
     return as_markdown(header, [line for _, line in sorted(lines, key=lambda line: -line[0])])
 
 
 def longer(found: Sequence[Pair]) -> list[Pair]:
     return [pair for pair in found if pair.row.minimum_ms >= results.DISPATCH_MS]
-
-
-def section_of() -> str:
-    return results.section(BENCHMARK, lambda _, rows: by_work(results.best_peers(rows)), summary)
-
-
-def publish() -> None:
-    draw_by_work(results.best_peers(read_csv(csv_of("sweep"))), results.picture_of("sweep"))
-    results.fill_pages({"sweep": section_of()})
 
 
 def summary(_: Benchmark, rows: Sequence[Row]) -> str:
@@ -222,16 +207,19 @@ def summary(_: Benchmark, rows: Sequence[Row]) -> str:
     return f"{results.counts(ratios)}, {above}; {short} more of calls shorter than {results.DISPATCH_MS} ms."
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse([BENCHMARK], arguments)
-    failures = [] if options.plot_only else measure_all([BENCHMARK], options)
-    if not options.quick:
-        found = results.best_peers(read_csv(csv_of("sweep", options.folder)))
-        console.print(worst(found), by_work(found), sep="\n\n", markup=False)
-        if not options.folder:
-            publish()
-    tell(failures)
+def section() -> str:
+    return results.section(BENCHMARK, lambda _, rows: by_work(results.best_peers(rows)), summary)
+
+
+def publish(_: Sequence[Benchmark] = ()) -> None:
+    draw_by_work(results.best_peers(read_csv(csv_of("sweep"))), results.picture_of("sweep"))
+    results.fill_pages({"sweep": section()})
+
+
+def table(_: Benchmark, rows: Sequence[Row]) -> str:
+    found = results.best_peers(rows)
+    return f"{worst(found)}\n\n{by_work(found)}"
 
 
 if __name__ == "__main__":
-    main()
+    main([BENCHMARK], publish=publish, table=table)
