@@ -64,32 +64,13 @@ FLOAT32_ONLY = {"multiclass_sparsemax_loss"}  # optax's gradient fails with 16-b
 Shape = tuple[int, ...]
 
 
-def pair(shape: Shape) -> tuple[jax.Array, jax.Array]:
-    return drawn.normal(shape), drawn.normal(shape, seed=1)
+def pixels(x: jax.Array, y: jax.Array, classes: int = 1) -> tuple[Any, ...]:
+    x, y = (a.reshape(8, -1, classes) for a in (x, y))
+    return x, jax.nn.one_hot(jnp.argmax(y, -1), classes) if classes > 1 else (y > 0).astype(jnp.float32)
 
 
-def with_targets(of_targets: Callable[[jax.Array], Any], shape: Shape) -> tuple[Any, ...]:
-    x, y = pair(shape)
-    return x, of_targets(y)
-
-
-def with_labels(shape: Shape, classes: int = 0) -> tuple[Any, ...]:
-    return drawn.normal(shape), drawn.labels(shape[:1], classes or shape[1])
-
-
-def distributions(logarithms: bool, shape: Shape) -> tuple[Any, ...]:
-    x, y = (jax.nn.log_softmax(a) for a in pair(shape))
-    return x, y if logarithms else jnp.exp(y)
-
-
-def pixels(classes: int, shape: Shape) -> tuple[Any, ...]:
-    x, y = (a.reshape(8, -1, classes) for a in pair(shape))
-    truth = jax.nn.one_hot(jnp.argmax(y, -1), classes) if classes > 1 else (y > 0).astype(jnp.float32)
-    return x, truth
-
-
-def speech(shape: Shape) -> tuple[Any, ...]:
-    samples, frames, words = shape
+def speech(x: jax.Array, _: jax.Array) -> tuple[Any, ...]:
+    samples, frames, words = x.shape
     classes = 2 * words
     lengths = np.random.default_rng(0).uniform(0.5, 1, (samples, 1))
     padding = lambda n: jnp.asarray(np.arange(n) >= n * lengths, jnp.float32)  # noqa: E731
@@ -97,34 +78,40 @@ def speech(shape: Shape) -> tuple[Any, ...]:
     return drawn.normal((samples, frames, classes)), padding(frames), labels, padding(words)
 
 
-TARGETS, SHARES = (functools.partial(with_targets, of) for of in (lambda y: y, jax.nn.softmax))
-BITS = functools.partial(with_targets, lambda y: (y > 0).astype(jnp.float32))
-SIGNS = functools.partial(with_targets, lambda y: 2 * (y > 0).astype(jnp.float32) - 1)
-ARGUMENTS: dict[str, Callable[[Shape], tuple[Any, ...]]] = {
-    **dict.fromkeys(("squared_error", "l2_loss", "huber_loss", "log_cosh"), TARGETS),
-    **dict.fromkeys(("cosine_similarity", "cosine_distance"), TARGETS),
-    **dict.fromkeys(("sigmoid_binary_cross_entropy", "sigmoid_focal_loss"), BITS),
-    **dict.fromkeys(("hinge_loss", "perceptron_loss"), SIGNS),
-    **dict.fromkeys(("multiclass_hinge_loss", "multiclass_perceptron_loss", "multiclass_sparsemax_loss"), with_labels),
-    "sparsemax_loss": functools.partial(with_targets, lambda y: (y > 0).astype(jnp.int32)),
-    **dict.fromkeys(("safe_softmax_cross_entropy", "poly_loss_cross_entropy", "ranking_softmax_loss"), SHARES),
-    **dict.fromkeys(
-        ("kl_divergence", "generalized_kl_divergence", "convex_kl_divergence"), functools.partial(distributions, False)
-    ),
-    "kl_divergence_with_log_targets": functools.partial(distributions, True),
-    "binary_dice_loss": functools.partial(pixels, 1),
-    **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), functools.partial(pixels, 8)),
+def divergence(x: jax.Array, y: jax.Array) -> tuple[Any, ...]:
+    return jax.nn.log_softmax(x), jnp.exp(jax.nn.log_softmax(y))
+
+
+def labelled(x: jax.Array, _: jax.Array) -> tuple[Any, ...]:
+    return x, drawn.labels(x.shape[:1], x.shape[1])
+
+
+ARGUMENTS: dict[str, Callable[[jax.Array, jax.Array], tuple[Any, ...]]] = {  # made of two arrays of random numbers
+    **dict.fromkeys(("squared_error", "l2_loss", "huber_loss", "log_cosh"), lambda x, y: (x, y)),
+    **dict.fromkeys(("cosine_similarity", "cosine_distance"), lambda x, y: (x, y)),
+    "sigmoid_binary_cross_entropy": lambda x, y: (x, (y > 0).astype(jnp.float32)),
+    "sigmoid_focal_loss": lambda x, y: (x, (y > 0).astype(jnp.float32)),
+    **dict.fromkeys(("hinge_loss", "perceptron_loss"), lambda x, y: (x, 2 * (y > 0).astype(jnp.float32) - 1)),
+    **dict.fromkeys(("multiclass_hinge_loss", "multiclass_perceptron_loss", "multiclass_sparsemax_loss"), labelled),
+    "sparsemax_loss": lambda x, y: (x, (y > 0).astype(jnp.int32)),
+    "safe_softmax_cross_entropy": lambda x, y: (x, jax.nn.softmax(y)),
+    "poly_loss_cross_entropy": lambda x, y: (x, jax.nn.softmax(y)),
+    "ranking_softmax_loss": lambda x, y: (x, jax.nn.softmax(y)),
+    **dict.fromkeys(("kl_divergence", "generalized_kl_divergence", "convex_kl_divergence"), divergence),
+    "kl_divergence_with_log_targets": lambda x, y: (jax.nn.log_softmax(x), jax.nn.log_softmax(y)),
+    "binary_dice_loss": pixels,
+    **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), functools.partial(pixels, classes=8)),
     **dict.fromkeys(("ctc_loss", "ctc_loss_with_forward_probs"), speech),
-    "ntxent": lambda shape: with_labels(shape, max(2, shape[0] // 8)),
-    "triplet_margin_loss": lambda shape: (*pair(shape), drawn.normal(shape, seed=2)),
-    "smooth_labels": lambda shape: (jax.nn.softmax(pair(shape)[0]), 0.1),
-    "make_fenchel_young_loss": TARGETS,
+    "ntxent": lambda x, _: (x, drawn.labels(x.shape[:1], max(2, len(x) // 8))),
+    "triplet_margin_loss": lambda x, y: (x, y, drawn.normal(x.shape, seed=2)),
+    "smooth_labels": lambda x, _: (jax.nn.softmax(x), 0.1),
+    "make_fenchel_young_loss": lambda x, y: (x, y),
 }
 
 
 def prepare(name: str, mask: str, dtype: str, shape: Shape) -> Work:
     """A mask is one of what is a loss of its own: an element or a row. optax's users select among the losses."""
-    args = jax.tree.map(jnp.asarray, ARGUMENTS[name](shape))
+    args = jax.tree.map(jnp.asarray, ARGUMENTS[name](*(drawn.normal(shape, seed=seed) for seed in range(2))))
     args = tuple(x.astype(dtype) if x.dtype == jnp.float32 else x for x in args)
     ours, peers = (getattr(library.losses, name) for library in (masksafe, optax))
     if name == "make_fenchel_young_loss":

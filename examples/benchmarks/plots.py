@@ -27,7 +27,7 @@ def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path) -> None:
     """A panel for each pass: a line for each kind of work, a colour for each size, a marker for each pair."""
     found = pairs(rows, benchmark.ratios)
     line_of = lambda pair: (pair.row.work, pair.row.mask, pair.row.dtype)  # noqa: E731
-    series_of = lambda pair: (pair.row.size, pair.names)  # noqa: E731
+    series_of = lambda pair: (pair.row.size, pair.both("candidate"))  # noqa: E731
     lines = {line: list(dict.fromkeys(map(series_of, group))) for line, group in grouped(found, line_of).items()}
     sizes, names = (list(dict.fromkeys(column)) for column in zip(*map(series_of, found), strict=True))
     edges = np.cumsum([0, *(max(len(series), FEWEST_SLOTS) + 1 for series in lines.values())])
@@ -35,7 +35,7 @@ def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path) -> None:
     for pair in found:
         series, i = lines[line_of(pair)], list(lines).index(line_of(pair))
         y = (edges[i] + edges[i + 1] - len(series)) / 2 + series.index(series_of(pair)) + 0.5
-        colour, marker = COLOURS[sizes.index(pair.row.size)], MARKERS[names.index(pair.names)]
+        colour, marker = COLOURS[sizes.index(pair.row.size)], MARKERS[names.index(pair.both("candidate"))]
         ax = axes[pair.row.what]
         ax.plot([pair.median, pair.minimum], [y, y], color=colour, linewidth=1.2, alpha=0.6)
         ax.plot(pair.minimum, y, marker="|", color=colour, markersize=5)

@@ -81,9 +81,13 @@ class Pair(NamedTuple):
     def both(self, figure: str, text: Callable[[Any], str] = str) -> str:
         return " / ".join(text(getattr(row, figure)) for row in self)
 
-    median = property(lambda self: self.of("median_ms"))
-    minimum = property(lambda self: self.of("minimum_ms"))
-    names = property(lambda self: f"{self.row.candidate} / {self.peer.candidate}")
+    @property
+    def median(self) -> float:
+        return self.of("median_ms")
+
+    @property
+    def minimum(self) -> float:
+        return self.of("minimum_ms")
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -188,7 +192,9 @@ def table(benchmark: Benchmark, rows: Sequence[Row]) -> str:
     header += [f"{size} ({', '.join(of)})" if len(of) == 1 else size for size, of in shapes.items()]
     header += [f"{size}: {unit}" for size in largest for unit in ("ms", "MiB")]
     lines = []
-    for key, line in grouped(found, lambda pair: (pair.row.work, pair.row.mask, pair.row.dtype, pair.names)).items():
+    for key, line in grouped(
+        found, lambda pair: (pair.row.work, pair.row.mask, pair.row.dtype, pair.both("candidate"))
+    ).items():
         of_size = grouped(sorted(line, key=lambda pair: PASSES.index(pair.row.what)), lambda pair: pair.row.size)
         cells = [[ratio_text(pair.median) for pair in of_size.get(size, ())] for size in shapes]
         for size in largest:
@@ -203,7 +209,7 @@ def table(benchmark: Benchmark, rows: Sequence[Row]) -> str:
 
 def summary(benchmark: Benchmark, rows: Sequence[Row]) -> str:
     """The counts for each pair of candidates."""
-    of_names = grouped(pairs(rows, benchmark.ratios), lambda pair: pair.names)
+    of_names = grouped(pairs(rows, benchmark.ratios), lambda pair: pair.both("candidate"))
     return "; ".join(f"{names}: {counts([pair.median for pair in found])}" for names, found in of_names.items()) + "."
 
 
