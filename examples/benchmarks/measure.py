@@ -157,7 +157,9 @@ def measure(
     while done < rounds or (done < MOST_ROUNDS and time.perf_counter() < end):
         for name in order.sample(list(candidates), len(candidates)):
             time.sleep(PAUSE)
-            samples[name].append(sample(candidates[name], calls[name]))
+            if calls[name]:
+                candidates[name]()
+            samples[name].append(seconds_a_call(candidates[name], calls[name] or 1))
         done += 1
         if done == FEWEST_ROUNDS and clear:
             first, *others = map(min, samples.values())
@@ -172,12 +174,6 @@ def calls_for_a_sample(run: Callable[[], Any]) -> int:
     if seconds < SLOW:
         seconds = seconds_a_call(run, 1)  # without what is compiled or allocated once
     return 0 if seconds > WARM else math.ceil(SAMPLE / max(seconds, 1e-6))
-
-
-def sample(run: Callable[[], Any], calls: int) -> float:
-    if calls:
-        run()
-    return seconds_a_call(run, calls or 1)
 
 
 def seconds_a_call(run: Callable[[], Any], calls: int) -> float:

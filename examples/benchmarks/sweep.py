@@ -73,48 +73,39 @@ def makers() -> dict[str, tuple[str, Maker]]:
     return of | {name: ("" if name in losses.WITHOUT_MASK else "losses", loss) for name in of_shapes}
 
 
-def widened(make: Maker) -> Maker:
-    """The work; in 16 bits with peers that compute in float32, between inputs and results of 16 bits."""
+def changed(make: Maker, change: Callable[[Work, str], Work]) -> Maker:
+    """The work as one of the following changes it, of which each gets its dtype too."""
+    return lambda work, mask, dtype, shape: change(make(work, mask, dtype, shape), dtype)
+
+
+def widened(work: Work, dtype: str) -> Work:
+    """In 16 bits with peers that compute in float32, between inputs and results of 16 bits."""
 
     def cast(tree: Any, present: str, dtype: str) -> Any:
         return jax.tree.map(lambda x: x.astype(dtype) if getattr(x, "dtype", None) == present else x, tree)
 
-    def prepare(name: str, mask: str, dtype: str, shape: Shape) -> Work:
-        work = make(name, mask, dtype, shape)
-        if dtype == "float32":
-            return work
-        peers = {
-            f"{peer}, widened": lambda *args, fn=fn: cast(fn(*cast(args, dtype, "float32")), "float32", dtype)
-            for peer, fn in work.functions.items()
-            if peer != "masksafe"
-        }
-        return Work({"masksafe": work.functions["masksafe"]} | peers, work.args, work.leaves)
-
-    return prepare
+    if dtype == "float32":
+        return work
+    peers = {
+        f"{peer}, widened": lambda *args, fn=fn: cast(fn(*cast(args, dtype, "float32")), "float32", dtype)
+        for peer, fn in work.functions.items()
+        if peer != "masksafe"
+    }
+    return Work({"masksafe": work.functions["masksafe"]} | peers, work.args, work.leaves)
 
 
-def vmapped(make: Maker) -> Maker:
-    """The work on a batch of four, of which an op under `jax.vmap` sees one."""
-
-    def prepare(*of: Any) -> Work:
-        work = make(*of)
-        batched = [bool(jnp.ndim(x)) for x in work.args]
-        args = tuple(jnp.stack([x] * 4) if b else x for x, b in zip(work.args, batched, strict=True))
-        in_axes = tuple(0 if b else None for b in batched)
-        return Work({name: jax.vmap(fn, in_axes) for name, fn in work.functions.items()}, args, work.leaves)
-
-    return prepare
+def vmapped(work: Work, _: str) -> Work:
+    """On a batch of four, of which an op under `jax.vmap` sees one."""
+    batched = [bool(jnp.ndim(x)) for x in work.args]
+    args = tuple(jnp.stack([x] * 4) if b else x for x, b in zip(work.args, batched, strict=True))
+    in_axes = tuple(0 if b else None for b in batched)
+    return Work({name: jax.vmap(fn, in_axes) for name, fn in work.functions.items()}, args, work.leaves)
 
 
-def averaged(make: Maker) -> Maker:
-    """The work and the mean of its results, as in a training step."""
-
-    def prepare(*of: Any) -> Work:
-        work = make(*of)
-        functions = {name: lambda *args, fn=fn: jnp.mean(fn(*args)) for name, fn in work.functions.items()}
-        return Work(functions, work.args, work.leaves)
-
-    return prepare
+def averaged(work: Work, _: str) -> Work:
+    """With the mean of its results, as in a training step."""
+    functions = {name: lambda *args, fn=fn: jnp.mean(fn(*args)) for name, fn in work.functions.items()}
+    return Work(functions, work.args, work.leaves)
 
 
 def cases_of_rows() -> list[Case]:
@@ -127,11 +118,11 @@ def cases_of_rows() -> list[Case]:
             for mask in (("none", kind) if kind and size in MASKED else ("none",))
             if dtype != "float16" or mask == kind or not kind  # bfloat16 has both
         ]
-        cases += cases_of(widened(make), SHAPES, grid)
+        cases += cases_of(changed(make, widened), SHAPES, grid)
         for size, change, shape, text in (("mean", averaged, AVERAGED, "mean of"), ("vmap", vmapped, VMAPPED, "4 of")):
             told = f"{text} {by_x(SHAPES[shape])}"
             one = [(name, "none", "float32", size)]
-            cases += cases_of(change(make), {size: SHAPES[shape]}, one, lambda _, told=told: told)
+            cases += cases_of(changed(make, change), {size: SHAPES[shape]}, one, lambda _, told=told: told)
     return eager_too(cases)
 
 

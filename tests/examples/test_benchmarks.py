@@ -45,7 +45,7 @@ def test_candidates_take_turns_in_a_new_order_with_pauses(pauses):
 
 @pytest.mark.parametrize(("clear", "rounds"), [(0.8, 2), (0.2, 5), (0, 5)])
 def test_two_rounds_are_enough_where_the_first_is_clearly_faster(pauses, monkeypatch, clear, rounds):
-    monkeypatch.setattr(measure, "sample", lambda run, calls: run())
+    monkeypatch.setattr(measure, "seconds_a_call", lambda run, calls: run())
     monkeypatch.setattr(measure, "calls_for_a_sample", lambda run: 1)
     samples = measure.measure({"masksafe": lambda: 1.0, "optax": lambda: 3.0, "jax.nn": lambda: 2.0}, 5, clear=clear)
     assert {len(seconds) for seconds in samples.values()} == {rounds}
