@@ -43,20 +43,10 @@ Arrays = dict[str, jax.Array]
 HEAD_WIDTH, PROMPTS = 64, 0.6
 
 
-class Size(NamedTuple):
-    """The sizes of the model and of a batch of its tokens."""
-
-    layers: int
-    samples: int
-    length: int
-    width: int
-    classes: int
-
-
-SIZES_OF_DECODER = {
-    "tiny": Size(2, 2, 32, 64, 128),
-    "middle": Size(2, 4, 512, 256, 16384),
-    "large": Size(12, 2, 1024, 256, 16384),
+SIZES_OF_DECODER = {  # layers, samples, length, width, classes
+    "tiny": (2, 2, 32, 64, 128),
+    "middle": (2, 4, 512, 256, 16384),
+    "large": (12, 2, 1024, 256, 16384),
 }
 
 
@@ -114,8 +104,8 @@ def decoder(library: Library) -> Callable[[dict[str, Any], Batch], jax.Array]:
     return loss
 
 
-def make_parameters(size: Size) -> dict[str, Any]:
-    width, seeds = size.width, iter(range(2 + 4 * size.layers))
+def make_parameters(layers: int, width: int, classes: int) -> dict[str, Any]:
+    seeds = iter(range(2 + 4 * layers))
 
     def kernel(rows: int, columns: int) -> jax.Array:
         return drawn.normal((rows, columns), seed=next(seeds)) / rows**0.5
@@ -125,22 +115,22 @@ def make_parameters(size: Size) -> dict[str, Any]:
         products = {"query key value": kernel(width, 3 * width), "out": kernel(width, width)}
         return norms | products | {"up": kernel(width, 4 * width), "down": kernel(4 * width, width)}
 
-    ends = {"embedding": kernel(size.classes, width), "kernel": kernel(width, size.classes)}
-    return ends | {"norm": jnp.ones(width), "layers": [layer() for _ in range(size.layers)]}
+    ends = {"embedding": kernel(classes, width), "kernel": kernel(width, classes)}
+    return ends | {"norm": jnp.ones(width), "layers": [layer() for _ in range(layers)]}
 
 
-def make_batch(mask: str, size: Size) -> Batch:
-    shape = size.samples, size.length
-    tokens, labels = (drawn.labels(shape, size.classes, seed) for seed in (0, 1))
+def make_batch(mask: str, shape: tuple[int, int], classes: int) -> Batch:
+    tokens, labels = (drawn.labels(shape, classes, seed) for seed in (0, 1))
     if mask == "none":
         return Batch(tokens, labels, jnp.ones(shape, bool), None)
-    ids = jnp.broadcast_to(jnp.asarray(segments(size.length), jnp.int32), shape)
+    ids = jnp.broadcast_to(jnp.asarray(segments(shape[1]), jnp.int32), shape)
     return Batch(tokens, labels, drawn.bits(shape, 1 - PROMPTS), ids)
 
 
-def prepare_decoder(work: str, mask: str, dtype: str, size: Size) -> Work:
+def prepare_decoder(work: str, mask: str, dtype: str, sizes: tuple[int, ...]) -> Work:
+    layers, samples, length, width, classes = sizes
     functions = {name: decoder(library) for name, library in LIBRARIES.items()}
-    return Work(functions, (make_parameters(size), make_batch(mask, size)))
+    return Work(functions, (make_parameters(layers, width, classes), make_batch(mask, (samples, length), classes)))
 
 
 # Label checks
