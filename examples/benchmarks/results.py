@@ -47,10 +47,12 @@ def read_csv(path: Path) -> list[Row]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return [Row(**{name: parsed(text) for name, text in line.items()}) for line in csv.DictReader(file)]
+        return [Row(**{name: parsed(name, text) for name, text in line.items()}) for line in csv.DictReader(file)]
 
 
-def parsed(text: str) -> Any:
+def parsed(column: str, text: str) -> Any:
+    if column == "shape":  # which may be a number
+        return text
     for value in (int, float, {"": None, "True": True, "False": False}.__getitem__):
         with contextlib.suppress(ValueError, KeyError):
             return value(text)
