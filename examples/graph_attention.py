@@ -119,22 +119,14 @@ RUNS = {
     "usual formulas, garbage": (USUAL, GARBAGE),
 }
 optimizer = optax.adam(0.02)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def update(ops: Ops, state: tuple[Params, Any], batch: Batch) -> tuple[tuple[Params, Any], jax.Array]:
-    params, of_optimizer = state
-    loss, gradients = jax.value_and_grad(loss_of)(params, batch, ops)
-    updates, of_optimizer = optimizer.update(gradients, of_optimizer)
-    return (optax.apply_updates(params, updates), of_optimizer), loss
+STEPS = {name: shared.make_step(functools.partial(loss_of, ops=ops), optimizer) for name, ops in OPS.items()}
 
 
 def train(name: str, batches: list[Batch], console: Console) -> shared.Record:
     ops, padding = RUNS[name]
     params, generator = make_params(jax.random.key(0)), np.random.default_rng(1)
     filled = (fill(batch, padding, generator) for batch in batches)
-    start, step = (params, optimizer.init(params)), functools.partial(update, OPS[ops])
-    return shared.train(name, start, step, filled, len(batches), console)
+    return shared.train(name, (params, optimizer.init(params)), STEPS[ops], filled, len(batches), console)
 
 
 @jax.jit

@@ -14,7 +14,7 @@ The time and memory of a training step with matmul and optax instead are compare
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,13 +117,6 @@ def optax_loss(features: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax
 LOSSES: dict[str, Loss] = {"optax": optax_loss, "masksafe": masksafe_loss}
 
 
-class State(NamedTuple):
-    """The state that a step updates."""
-
-    params: Any
-    optimizer: Any
-
-
 class Trainer:
     """The model, its optimiser, and the compiled functions of both."""
 
@@ -135,21 +128,15 @@ class Trainer:
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
         self.evaluate = jax.jit(functools.partial(self.loss_of, masksafe_loss))
 
-    def initial_state(self) -> State:
-        return State(self.params, self.optimizer.init(self.params))
+    def initial_state(self) -> shared.State:
+        return self.params, self.optimizer.init(self.params)
 
     def loss_of(self, loss: Loss, params: Any, batch: Rows) -> jax.Array:
         model = nnx.merge(self.graph, params)
         return loss(model.within_segments(batch), model.kernel[...], batch.labels)
 
-    def make_step(self, loss: Loss) -> Callable[[State, Rows], tuple[State, jax.Array]]:
-        @jax.jit
-        def step(state: State, batch: Rows) -> tuple[State, jax.Array]:
-            value, gradient = jax.value_and_grad(functools.partial(self.loss_of, loss))(state.params, batch)
-            updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.params)
-            return State(optax.apply_updates(state.params, updates), optimizer), value
-
-        return step
+    def make_step(self, loss: Loss) -> Callable[[shared.State, Rows], tuple[shared.State, jax.Array]]:
+        return shared.make_step(functools.partial(self.loss_of, loss), self.optimizer)
 
 
 def train(trainer: Trainer, loss: Loss, data: Rows, held_out: Rows, console: Console) -> shared.Record:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import matplotlib
 import numpy as np
+import optax
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -83,34 +84,48 @@ class Record(NamedTuple):
         return math.isnan(self.losses[-1])
 
 
+State = tuple[Any, Any]  # parameters, and what the optimizer keeps
+
+
+def make_step(
+    loss: Callable[[Any, Any], jax.Array], optimizer: optax.GradientTransformation
+) -> Callable[[State, Any], tuple[State, jax.Array]]:
+    """A step of training with a batch, of a loss of parameters and batch: the new state, and the loss before."""
+
+    @jax.jit
+    def step(state: State, batch: Any) -> tuple[State, jax.Array]:
+        params, of_optimizer = state
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, of_optimizer = optimizer.update(gradients, of_optimizer, params)
+        return (optax.apply_updates(params, updates), of_optimizer), value
+
+    return step
+
+
 def train(
     title: str,
-    state: tuple[Any, ...],
-    update: Callable[..., tuple[Any, jax.Array]],
+    state: State,
+    step: Callable[[State, Any], tuple[State, jax.Array]],
     batches: Iterable[Any],
     number: int,
     console: Console,
     score: Callable[[Any], float] | None = None,
     every: int = 1,
 ) -> Record:
-    """Updates the state, whose first part are the parameters, with so many batches, and scores them now and then."""
-    record = Record(state[0], [], [])
-
-    def report(step: int) -> None:
-        if score:
-            record.scores.append((step, score(state[0])))
-
+    """Takes so many steps, and scores the parameters now and then."""
+    losses, scores = [], []
     with progress(title, number, console) as advance:
-        for step, batch in zip(range(number), batches, strict=False):
-            if step % every == 0:
-                report(step)
-            state, loss = update(state, batch)
-            record.losses.append(float(loss))
-            advance(f"loss {record.losses[-1]:.3f}")
-            if record.has_ended:
-                return record._replace(params=state[0])
-    report(number)
-    return record._replace(params=state[0])
+        for i, batch in zip(range(number), batches, strict=False):
+            if score and i % every == 0:
+                scores.append((i, score(state[0])))
+            state, loss = step(state, batch)
+            losses.append(float(loss))
+            advance(f"loss {losses[-1]:.3f}")
+            if math.isnan(losses[-1]):
+                return Record(state[0], losses, scores)
+    if score:
+        scores.append((number, score(state[0])))
+    return Record(state[0], losses, scores)
 
 
 def tell_same(clean: Any, garbage: Any, console: Console) -> None:

@@ -6,8 +6,8 @@ names have different lengths, and most functions have no docstring at all, so th
     python examples/train_names.py    # under three minutes on two cores
 """
 
+import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import names
@@ -38,23 +38,17 @@ def train(data: Functions, held_out: Functions, config: Config, console: Console
     warmup = min(50, config.steps // 2)
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, config.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    evaluate = jax.jit(lambda params, batch: loss_of(params, batch, config.heads))
-
-    @jax.jit
-    def train_step(state: tuple[Params, Any], batch: Functions) -> tuple[tuple[Params, Any], jax.Array]:
-        params, of_optimizer = state
-        value, gradient = jax.value_and_grad(loss_of)(params, batch, config.heads)
-        updates, of_optimizer = optimizer.update(gradient, of_optimizer, params)
-        return (optax.apply_updates(params, updates), of_optimizer), value
+    loss = functools.partial(loss_of, heads=config.heads)
+    evaluate, step = jax.jit(loss), shared.make_step(loss, optimizer)
 
     def score(params: Params) -> float:
-        loss = float(evaluate(params, held_out))
-        console.print(f"held-out loss {loss:.4f}")
-        return loss
+        held_out_loss = float(evaluate(params, held_out))
+        console.print(f"held-out loss {held_out_loss:.4f}")
+        return held_out_loss
 
     params, drawn = names.init_params(config), batches(data, config)
     start = params, optimizer.init(params)
-    return shared.train("training", start, train_step, drawn, config.steps, console, score, config.evaluate_every)
+    return shared.train("training", start, step, drawn, config.steps, console, score, config.evaluate_every)
 
 
 def main() -> None:

@@ -109,14 +109,7 @@ RUNS = {
     "CLIP's formula, garbage": (CLIP, GARBAGE),
 }
 optimizer = optax.adam(0.003)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def update(ops: Ops, state: tuple[Params, Any], batch: Batch) -> tuple[tuple[Params, Any], jax.Array]:
-    params, of_optimizer = state
-    loss, gradients = jax.value_and_grad(loss_of)(params, batch, ops)
-    updates, of_optimizer = optimizer.update(gradients, of_optimizer)
-    return (optax.apply_updates(params, updates), of_optimizer), loss
+STEPS = {name: shared.make_step(functools.partial(loss_of, ops=ops), optimizer) for name, ops in OPS.items()}
 
 
 @jax.jit
@@ -138,9 +131,8 @@ def train(name: str, pairs: Pairs, held_out: Pairs, epochs: int, console: Consol
     params, of_padding = make_params(jax.random.key(0)), np.random.default_rng(2)
     drawn = list(bags.draw_batches(pairs, epochs, np.random.default_rng(1)))
     batches = (bags.make_batch(pairs, index, padding, of_padding) for index in drawn)
-    start, step = (params, optimizer.init(params)), functools.partial(update, OPS[ops])
-    score = lambda params: recall(params, held_out)  # noqa: E731
-    return shared.train(name, start, step, batches, len(drawn), console, score, EVALUATE_EVERY)
+    start, score = (params, optimizer.init(params)), functools.partial(recall, pairs=held_out)
+    return shared.train(name, start, STEPS[ops], batches, len(drawn), console, score, EVALUATE_EVERY)
 
 
 def measure(rows: int, width: int = 256, rounds: int = 5) -> dict[str, shared.Cost]:

@@ -11,24 +11,26 @@ import importlib
 from collections.abc import Sequence
 
 import attention
+import command
 import formulas
 import linear
 import losses
 import normalization
 import segments
 import steps
-from command import main, publish
 from measure import Benchmark
 
 MODULES = losses, linear, attention, normalization, formulas, segments, steps
 BENCHMARKS = [benchmark for module in MODULES for benchmark in module.BENCHMARKS]
 
 
-def publish_all(benchmarks: Sequence[Benchmark]) -> None:
-    """What other programs measure too, imported late: one of them sets the number of devices."""
+def publish(benchmarks: Sequence[Benchmark]) -> None:
+    """Of all of them together with what other programs measure, imported late: one sets the number of devices."""
+    if len(benchmarks) < len(BENCHMARKS):
+        return command.publish(benchmarks)
     names = "accuracy", "compiled", "exchanges", "meshes", "sweep"
     accuracy, compiled, exchanges, meshes, sweep = map(importlib.import_module, names)
-    publish([*benchmarks, *meshes.BENCHMARKS])
+    command.publish([*benchmarks, *meshes.BENCHMARKS])
     for module in (accuracy, exchanges, sweep):
         module.publish()
     for target in compiled.PLACES:
@@ -36,4 +38,4 @@ def publish_all(benchmarks: Sequence[Benchmark]) -> None:
 
 
 if __name__ == "__main__":
-    main(BENCHMARKS, publish_all=publish_all)
+    command.main(BENCHMARKS, publish=publish)

@@ -7,10 +7,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import VALUE, Benchmark, Work, cases_of, eager_too, random_normal
+from measure import VALUE, Benchmark, Work, against, cases_of, eager_too, functional, grid_of, sized_grid
 
 import masksafe
 
@@ -44,16 +45,14 @@ def segments(length: int) -> np.ndarray:
 
 
 def pairs(mask: str, keys: int) -> np.ndarray | None:
-    """The mask as booleans, for a library that has nothing better."""
+    """The mask as booleans, for a library that has nothing better; None of one for which each has a parameter."""
     query, key = np.arange(keys)[:, None], np.arange(keys)
-    masks: dict[str, np.ndarray | None] = {
-        "none": None,
-        "causal": None,
+    masks = {
         "half padding": key[None] < keys // 2,
         "8 segments": segments(keys)[:, None] == segments(keys),
         "window": abs(query - key) <= keys // 32,
     }
-    return masks[mask]
+    return masks.get(mask)
 
 
 def options(library: Any, mask: str, samples: int, keys: int) -> tuple[dict[str, Any], dict[str, jax.Array]]:
@@ -71,35 +70,21 @@ def options(library: Any, mask: str, samples: int, keys: int) -> tuple[dict[str,
 
 
 def of_jax(library: Any, constants: dict[str, Any]) -> Callable[..., jax.Array]:
-    name = library.__name__
-
-    def attention(
-        q: jax.Array, k: jax.Array, v: jax.Array, arrays: dict[str, dict[str, jax.Array]], **more: Any
-    ) -> jax.Array:
-        return library.dot_product_attention(q, k, v, **arrays[name], **constants, **more)
-
-    return attention
-
-
-def of_torch(is_causal: bool) -> Callable[..., Any]:
-    def attention(q: Any, k: Any, v: Any, *mask: Any) -> Any:
-        import torch
-
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, *mask, is_causal=is_causal)
-
-    return attention
+    """A function of query, key, value, and what each library is told in arrays."""
+    attention = functools.partial(library.dot_product_attention, **constants)
+    return lambda q, k, v, arrays, **more: attention(q, k, v, **arrays[library.__name__], **more)
 
 
 def prepare(work: str, mask: str, dtype: str, sizes: tuple[int, int, int], heads: int = HEADS) -> Work:
     samples, queries, keys = sizes
     lengths = (queries, keys, keys)
-    qkv = [random_normal((samples, length, heads, WIDTH), dtype, i) for i, length in enumerate(lengths)]
+    qkv = [drawn.normal((samples, length, heads, WIDTH), dtype, i) for i, length in enumerate(lengths)]
     functions, arrays = {}, {}
     for library in (masksafe, jax.nn):
         constants, arrays[library.__name__] = options(library, mask, samples, keys)
         functions[library.__name__] = of_jax(library, constants)
-    functions["torch"] = of_torch(mask == "causal")
-    allowed = pairs(mask, keys)
+    is_causal, allowed = mask == "causal", pairs(mask, keys)
+    functions["torch"] = lambda *args: functional().scaled_dot_product_attention(*args, is_causal=is_causal)
     torch_args = [x.swapaxes(1, 2) for x in qkv] + ([] if allowed is None else [allowed])
     return Work(functions, (*qkv, arrays), leaves=3, torch_args=tuple(torch_args))
 
@@ -110,10 +95,6 @@ def prepare(work: str, mask: str, dtype: str, sizes: tuple[int, int, int], heads
 BUCKETS = 32
 
 
-def distances(length: int) -> jax.Array:
-    return jnp.arange(length)[:, None] - jnp.arange(length)
-
-
 def bucket(distance: jax.Array) -> jax.Array:
     """T5's: each distance below 16 its own, then logarithmically up to 128."""
     near = jnp.maximum(distance, 0)
@@ -122,32 +103,27 @@ def bucket(distance: jax.Array) -> jax.Array:
 
 
 def with_score_mod(mod: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, learned: jax.Array) -> jax.Array:
-        return masksafe.dot_product_attention(q, k, v, is_causal=True, score_mod=functools.partial(mod, learned))
-
-    return attention
+    attention = functools.partial(masksafe.dot_product_attention, is_causal=True)
+    return lambda q, k, v, learned: attention(q, k, v, score_mod=functools.partial(mod, learned))
 
 
 def with_bias(bias_of: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, learned: jax.Array) -> jax.Array:
-        bias = bias_of(learned, distances(q.shape[1])).astype(q.dtype)
+        distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
+        bias = bias_of(learned, distance).astype(q.dtype)
         return jax.nn.dot_product_attention(q, k, v, bias[None], is_causal=True)
 
     return attention
 
 
-def chunked(q: jax.Array, k: jax.Array, v: jax.Array, learned: jax.Array) -> jax.Array:
+def chunked(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array) -> jax.Array:
     chunks = masksafe.attention_masks.chunked(q.shape[1] // SEGMENTS)
     return masksafe.dot_product_attention(q, k, v, is_causal=True, mask_mod=chunks)
 
 
-def chunked_in_jax(q: jax.Array, k: jax.Array, v: jax.Array, learned: jax.Array) -> jax.Array:
+def chunked_in_jax(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array) -> jax.Array:
     chunk = jnp.arange(q.shape[1]) // (q.shape[1] // SEGMENTS)
     return jax.nn.dot_product_attention(q, k, v, mask=(chunk[:, None] == chunk)[None, None], is_causal=True)
-
-
-def with_sinks(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
-    return masksafe.dot_product_attention(q, k, v, is_causal=True, sinks=sinks)
 
 
 def with_sinks_in_jax(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
@@ -168,22 +144,26 @@ ADJUSTED: dict[str, tuple[np.ndarray, Callable[..., jax.Array], Callable[..., ja
         with_bias(lambda table, distance: table[:, bucket(distance)]),
     ),
     "chunked": (SLOPES, chunked, chunked_in_jax),
-    "sinks": (SLOPES, with_sinks, with_sinks_in_jax),
+    "sinks": (
+        SLOPES,
+        lambda q, k, v, sinks: masksafe.dot_product_attention(q, k, v, is_causal=True, sinks=sinks),
+        with_sinks_in_jax,
+    ),
 }
 
 
 def prepare_adjusted(work: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
     samples, queries, keys = sizes
-    qkv = [random_normal((samples, length, HEADS, WIDTH), seed=i) for i, length in enumerate((queries, keys, keys))]
+    qkv = [drawn.normal((samples, length, HEADS, WIDTH), seed=i) for i, length in enumerate((queries, keys, keys))]
     learned, ours, theirs = ADJUSTED[mask.removeprefix("causal, ")]
     return Work({"masksafe": ours, "jax.nn": theirs}, (*qkv, jnp.asarray(learned)), leaves=4)
 
 
-GRID = [("attention", mask, dtype, size) for dtype, of in MASKS.items() for size, masks in of.items() for mask in masks]
-ADJUSTED_GRID = [
-    ("attention", f"causal, {m}", "float32", s) for m in ADJUSTED for s in ("tiny", "short", "large", "long")
-]
+IN_ADJUSTED = ("tiny", "short", "large", "long")
+GRID = sized_grid(["attention"], MASKS)
 CASES = cases_of(prepare, SIZES, [of for of in GRID if of[3] != "decoding"])
 CASES += cases_of(prepare, SIZES, [of for of in GRID if of[3] == "decoding"], passes=(VALUE,))
-CASES += cases_of(prepare_adjusted, SIZES, ADJUSTED_GRID)
-BENCHMARKS = [Benchmark("attention", "Attention", (("masksafe", "jax.nn"), ("masksafe", "torch")), eager_too(CASES))]
+CASES += cases_of(
+    prepare_adjusted, SIZES, grid_of(["attention"], [f"causal, {name}" for name in ADJUSTED], {"float32": IN_ADJUSTED})
+)
+BENCHMARKS = [Benchmark("attention", "Attention", against("jax.nn", "torch"), eager_too(CASES))]

@@ -1,16 +1,16 @@
 """The command line of the benchmarks: measures, writes the CSVs, and has pictures and pages made from them."""
 
 import argparse
+import functools
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import results
-from measure import Benchmark, Case, Row, is_installed, measure_case
+from measure import Benchmark, Row, is_installed, measure_case
 from overview import by_length, facts, of_all
 from plots import draw, draw_by_length
 from results import NEWEST, OLDEST, ROOT, csv_of, environment, fill_pages, picture_of, read_csv, section, write_csv
@@ -21,7 +21,7 @@ from shared import progress
 
 BUSY = 0.5  # processes that are running already
 
-Cases = Sequence[tuple[str, Case]]  # with the names of their benchmarks
+Cases = Sequence[tuple[str, Any]]  # with the names of their benchmarks
 console = Console(soft_wrap=True)
 
 
@@ -37,17 +37,47 @@ def parser_of(names: Sequence[str] | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def rows_of_all(cases: Cases, rows_of: Callable[[str, Case], Iterator[Row]], title: str) -> tuple[list[Row], list[str]]:
-    """The rows of the cases, and which failed: these must not cost the others of a long run."""
-    rows, failures = [], []
-    with progress(title, len(cases), console) as advance:
-        for name, case in cases:
+def run(
+    options: argparse.Namespace,
+    title: str,
+    cases: Cases,
+    rows_of: Callable[[str, Any], Iterable[Row]],
+    table: Callable[[Sequence[Row]], str],
+    path: Path,
+    publish: Callable[[], None] = lambda: None,
+    without: Sequence[str] = (),
+) -> list[str]:
+    """Tells what is found in the chosen cases; of all it writes the CSV, without some columns, and has the page made.
+
+    It returns which cases failed: these must not cost the others of a long run.
+    """
+    chosen, rows, failures = choose(cases, options), read_csv(path) if options.plot_only else [], []
+    with progress(title, len(chosen), console) as advance:
+        for name, case in chosen:
             try:
                 rows += rows_of(name, case)
             except Exception as error:
                 failures.append(f"{name}: {case}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             advance(str(case))
-    return rows, failures
+    console.print(table(rows).replace("**", ""), markup=False)
+    is_whole = not options.quick and len(chosen) == len(cases)
+    if is_whole:
+        write_csv(path, rows, without)
+    if is_whole or options.plot_only:
+        publish()
+    return failures
+
+
+def choose(cases: Cases, options: argparse.Namespace) -> Cases:
+    """Those of `--only`; with `--quick` the tiny ones, or where there are none one of each op."""
+    if options.plot_only:
+        return []
+    if options.only:
+        cases = [(name, case) for name, case in cases if {name, case.work} & set(options.only)]
+    if options.quick:
+        of_work = {case.work: (name, case) for name, case in reversed(cases)}
+        cases = [(name, case) for name, case in cases if ", tiny" in str(case)] or list(of_work.values())
+    return cases
 
 
 def tell(failures: Sequence[str]) -> None:
@@ -55,88 +85,7 @@ def tell(failures: Sequence[str]) -> None:
         sys.exit("\n".join(["These cases failed:", *failures]))
 
 
-def chosen(cases: Cases, options: argparse.Namespace) -> list[tuple[str, Case]]:
-    """Those of `--only`; with `--quick` one of each op."""
-    if options.only:
-        cases = [(name, case) for name, case in cases if {name, case.work} & set(options.only)]
-    return list({case.work: (name, case) for name, case in reversed(cases)}.values()) if options.quick else list(cases)
-
-
-def run(
-    options: argparse.Namespace,
-    title: str,
-    cases: Cases,
-    rows_of: Callable[[str, Case], Iterator[Row]],
-    table: Callable[[Sequence[Row]], str],
-    path: Path,
-    publish: Callable[[], None] = lambda: None,
-    without: Sequence[str] = (),
-) -> None:
-    """Tells what is found; of all cases it writes the CSV, without some columns, and has the page made of it."""
-
-    def found_of(name: str, case: Case) -> Iterator[Row]:
-        yield from rows_of(name, case)
-        jax.clear_caches()
-
-    cases = [] if options.plot_only else chosen(cases, options)
-    rows, failures = rows_of_all(cases, found_of, title)
-    rows = read_csv(path) if options.plot_only else rows
-    console.print(table(rows).replace("**", ""), markup=False)
-    if not options.quick and not options.only:
-        if not options.plot_only:
-            write_csv(path, rows, without)
-        publish()
-    tell(failures)
-
-
 # Benchmarks of times
-
-
-def main(
-    benchmarks: Sequence[Benchmark],
-    arguments: Sequence[str] | None = None,
-    publish_all: Callable[[Sequence[Benchmark]], None] | None = None,
-) -> None:
-    """Measures and publishes; `publish_all` is for all of them together with `--plot-only`."""
-    options = parse(benchmarks, arguments)
-    measured = [benchmark for benchmark in benchmarks if benchmark.name in (options.only or [benchmark.name])]
-    failures = [] if options.plot_only else measure_all(measured, options)
-    if not options.folder and not options.quick:
-        (publish_all if publish_all and options.plot_only and not options.only else publish)(measured)
-    tell(failures)
-
-
-def parse(benchmarks: Sequence[Benchmark], arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of([benchmark.name for benchmark in benchmarks])
-    parser.add_argument("--rounds", type=int, default=5, help="the least number of rounds; default: %(default)s")
-    text = f"measure with the oldest jax that is supported: CSVs in benchmarks/{OLDEST}, and no page is made"
-    parser.add_argument("--oldest", action="store_const", dest="folder", const=OLDEST, default=NEWEST, help=text)
-    options = parser.parse_args(arguments)
-    if options.folder and not jax.__version__.startswith(f"{OLDEST.removeprefix('jax-')}."):
-        parser.error(f"--oldest is for {OLDEST}, and this is jax {jax.__version__}")
-    return options
-
-
-def measure_all(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> list[str]:
-    """Writes the CSV of each benchmark, or of a smoke run prints its table, and returns what failed."""
-    if os.getloadavg()[0] > BUSY:
-        console.print("[yellow]The machine is busy with something else: the figures will not be worth much.")
-    failures = []
-    for benchmark in benchmarks:
-        for peer in sorted({name for pair in benchmark.ratios for name in pair if not is_installed(name)}):
-            console.print(f"{benchmark.title}: {peer} is not installed and left out.")
-        start, times = time.perf_counter(), (2, 0) if options.quick else (options.rounds, benchmark.budget)
-        cases = [case for case in benchmark.cases if not options.quick or case.size.startswith("tiny")]
-        timed = lambda name, case: measure_case(name, case, *times, benchmark.clear)  # noqa: E731, B023
-        rows, failed = rows_of_all([(benchmark.name, case) for case in cases], timed, benchmark.title)
-        console.print(f"{benchmark.title}: {time.perf_counter() - start:.0f} s")
-        failures += failed
-        jax.clear_caches()
-        if options.quick:
-            console.print(results.table(benchmark, rows), markup=False)
-        else:
-            write_csv(csv_of(benchmark.name, options.folder), rows)
-    return failures
 
 
 def publish(benchmarks: Sequence[Benchmark]) -> None:
@@ -155,7 +104,42 @@ def publish(benchmarks: Sequence[Benchmark]) -> None:
     readme.write_text(results.fill(readme.read_text(), "facts", facts(rows)))
 
 
-def all_rows(folder: str) -> list[Any]:
+def all_rows(folder: str) -> list[Row]:
     """Of all benchmarks of times but the sweep, which has a section of its own."""
     paths = sorted((results.DOCS / "benchmarks" / folder).glob("*.csv"))
     return [row for path in paths if path.stem not in ("accuracy", "sweep", "gpu") for row in read_csv(path)]
+
+
+def main(
+    benchmarks: Sequence[Benchmark],
+    arguments: Sequence[str] | None = None,
+    publish: Callable[[Sequence[Benchmark]], None] = publish,
+    table: Callable[[Benchmark, Sequence[Row]], str] = results.table,
+) -> None:
+    """Measures those of `--only`, and publishes them."""
+    options, failures = parse(benchmarks, arguments), []
+    chosen = [benchmark for benchmark in benchmarks if benchmark.name in (options.only or [benchmark.name])]
+    if os.getloadavg()[0] > BUSY and not options.plot_only:
+        console.print("[yellow]The machine is busy with something else: the figures will not be worth much.")
+    for benchmark in [] if options.plot_only else chosen:
+        for peer in sorted({name for pair in benchmark.ratios for name in pair if not is_installed(name)}):
+            console.print(f"{benchmark.title}: {peer} is not installed and left out.")
+        times = (2, 0) if options.quick else (options.rounds, benchmark.budget)
+        timed = functools.partial(measure_case, rounds=times[0], budget=times[1], clear=benchmark.clear)
+        cases, path = [(benchmark.name, case) for case in benchmark.cases], csv_of(benchmark.name, options.folder)
+        failures += run(options, benchmark.title, cases, timed, functools.partial(table, benchmark), path)
+        jax.clear_caches()
+    if not options.folder and not options.quick:
+        publish(chosen)
+    tell(failures)
+
+
+def parse(benchmarks: Sequence[Benchmark], arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of([benchmark.name for benchmark in benchmarks])
+    parser.add_argument("--rounds", type=int, default=5, help="the least number of rounds; default: %(default)s")
+    text = f"measure with the oldest jax that is supported: CSVs in benchmarks/{OLDEST}, and no page is made"
+    parser.add_argument("--oldest", action="store_const", dest="folder", const=OLDEST, default=NEWEST, help=text)
+    options = parser.parse_args(arguments)
+    if options.folder and not jax.__version__.startswith(f"{OLDEST.removeprefix('jax-')}."):
+        parser.error(f"--oldest is for {OLDEST}, and this is jax {jax.__version__}")
+    return options

@@ -13,7 +13,7 @@ to compile; `operations.py` says how.
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attention
@@ -25,11 +25,11 @@ import normalization
 import operations
 import results
 import segments
-from command import parser_of, run
+from command import parser_of, run, tell
 from hlo import UNKNOWN_TRIPS
 from measure import GRADIENT, PASSES, Case, Row, Work, by_x, cases_of, grid_of, is_installed, row_of, with_gradient
 from plots import draw_programs
-from programs import TARGETS, Program, compile_for
+from programs import TARGETS, Program, check, compile_for
 from results import MIB, Pair, as_markdown, csv_of, environment, fill_pages, grouped, mean, pairs, ratio_text, read_csv
 
 DTYPES = ("float32", "bfloat16")
@@ -48,30 +48,26 @@ TRIPS = {"attention": 0, "attention by cuDNN": 0, "linear": 0} | dict.fromkeys(l
 def large(
     prepare: Callable[..., Work],
     shape: Any,
-    works: Sequence[str],
-    masks: Sequence[str],
-    dtypes: Sequence[str] = DTYPES,
+    works: Iterable[str],
+    masks: Iterable[str],
+    dtypes: Iterable[str] = DTYPES,
     **fields: Any,
 ) -> list[Case]:
-    grid = grid_of(works, masks, dict.fromkeys(dtypes, ("large",)))
-    return cases_of(prepare, {"large": shape}, grid, **fields)
+    return cases_of(prepare, {"large": shape}, grid_of(works, masks, dict.fromkeys(dtypes, ("large",))), **fields)
 
 
 def of_losses() -> list[Case]:
     found = []
     for name in losses.ARGUMENTS:
-        masks = ("none", "masked")[: 1 if name in losses.WITHOUT_MASK else 2]
-        dtypes = DTYPES[: 1 if name in losses.FLOAT32_ONLY else 2]
-        found += large(losses.prepare, losses.shape_of(name, "large"), (name,), masks, dtypes)
+        masks = ["none"] if name in losses.WITHOUT_MASK else ["none", "masked"]
+        dtypes = ["float32"] if name in losses.FLOAT32_ONLY else DTYPES
+        found += large(losses.prepare, losses.shape_of(name, "large"), [name], masks, dtypes)
     return found
 
 
 def of_more() -> list[Case]:
-    found = []
-    for name in formulas.MORE:
-        masks = ("elements",) if name in formulas.ALWAYS_MASKED else ("none", "elements")
-        found += large(formulas.prepare_more, (8192, 2048), (name,), masks)
-    return found
+    masks = dict.fromkeys(formulas.MORE, ("none", "elements")) | dict.fromkeys(formulas.ALWAYS_MASKED, ("elements",))
+    return [case for name, of in masks.items() for case in large(formulas.prepare_more, (8192, 2048), [name], of)]
 
 
 def by(implementation: str) -> Callable[..., Work]:
@@ -87,32 +83,34 @@ def by(implementation: str) -> Callable[..., Work]:
 
 
 def unmasked(prepare: Callable[..., Work], position: int = 3) -> Callable[..., Work]:
-    """The work, but without a mask of True where there is none to be."""
+    """The work, but without a mask of True, the argument at that position, where there is none to be."""
 
     def prepared(work: str, mask: str, *rest: Any) -> Work:
         found = prepare(work, mask, *rest)
-        return found if mask != "none" else linear.without_mask(found, position)
+        if mask != "none":
+            return found
+        ours = found.functions["masksafe"]
+        without = lambda *args: ours(*args[:position], None, *args[position + 1 :])  # noqa: E731
+        return dataclasses.replace(found, functions={**found.functions, "masksafe": without})
 
     return prepared
 
 
 def benchmarks() -> dict[str, list[Case]]:
     """The cases of every benchmark by its name."""
-    text, tokens, long = {"text": lambda shape: by_x(shape[0])}, ("none", "60 % of tokens"), (2, 4096, 4096)
+    tokens, long, of_linear = ("none", "60 % of tokens"), (2, 4096, 4096), (4096, 1024, 32768)
+    norms = functools.partial(large, normalization.prepare, text=lambda shape: by_x(shape[0]))
     of_size = lambda cases: [case for case in cases if case.size == "large"]  # noqa: E731
-    norms = normalization.prepare
     found = {
-        "cross_entropy": large(
-            *(losses.prepare_cross_entropy, (8192, 32768), tuple(losses.CROSS_ENTROPIES), losses.MASKS)
-        ),
-        "linear_cross_entropy": large(unmasked(linear.prepare), (4096, 1024, 32768), ("linear",), tokens),
-        "linear_log_probs": large(unmasked(linear.prepare_log_probs), (4096, 1024, 32768), linear.LOG_PROBS, tokens),
-        "attention": large(by("xla"), long, ("attention",), attention.ALL),
+        "cross_entropy": large(losses.prepare_cross_entropy, (8192, 32768), losses.CROSS_ENTROPIES, losses.MASKS),
+        "linear_cross_entropy": large(unmasked(linear.prepare), of_linear, ["linear"], tokens),
+        "linear_log_probs": large(unmasked(linear.prepare_log_probs), of_linear, linear.LOG_PROBS, tokens),
+        "attention": large(by("xla"), long, ["attention"], attention.ALL),
         "normalization": [
-            *large(norms, ((8192, 1024), -1), ("layer norm", "RMS norm"), normalization.MASKS, **text),
-            *large(norms, ((32, 32, 32, 64), -1), ("batch norm", "group norm"), ("none", "rows"), **text),
+            *norms(((8192, 1024), -1), ["layer norm", "RMS norm"], normalization.MASKS),
+            *norms(((32, 32, 32, 64), -1), ["batch norm", "group norm"], ["none", "rows"]),
         ],
-        "softmax": large(formulas.prepare, (8192, 2048), tuple(formulas.SOFTMAX), ("none", "elements")),
+        "softmax": large(formulas.prepare, (8192, 2048), formulas.SOFTMAX, ["none", "elements"]),
         # Without those whose ids are sorted, of which XLA makes the same.
         "segments": [case for case in of_size(segments.CASES) if case.mask in ("none", "rows")],
         "routers": of_size(formulas.CASES["routers"]),
@@ -123,9 +121,9 @@ def benchmarks() -> dict[str, list[Case]]:
     packages = {distribution.name for distribution in importlib.metadata.distributions()}
     if "nvidia-cudnn-cu12" in packages:
         masks = ("none", "causal", "half padding")
-        found["attention"] += large(by("cudnn"), long, ("attention by cuDNN",), masks, ("bfloat16",))
+        found["attention"] += large(by("cudnn"), long, ["attention by cuDNN"], masks, ["bfloat16"])
     if "libtpu" in packages:
-        found["attention"] += large(by("splash"), long, ("attention by splash",), attention.ALL)
+        found["attention"] += large(by("splash"), long, ["attention by splash"], attention.ALL)
     return found
 
 
@@ -151,7 +149,7 @@ def on_cpu() -> dict[str, list[Case]]:
         dataclasses.replace(case, work=f"linear {case.work} divergence")
         for (work, dtype), of in linear.DIVERGENCES.items()
         if dtype == "float32"
-        for case in large(unmasked(linear.prepare_divergence, 4), size, (work,), of["large"], (dtype,))
+        for case in large(unmasked(linear.prepare_divergence, 4), size, [work], of["large"], [dtype])
     ]
     return found
 
@@ -197,13 +195,10 @@ def rows_of(benchmark: str, case: Case, target: str, passes: Sequence[str] = PAS
     for what in passes:
         for name in candidates(case):
             program = compile_case(case, name, what, target)
-            figures = {
-                "bytes_moved": round(program.bytes_moved),
-                "launches": program.launches,
-                "temporary_bytes": program.temporary_bytes,
-                "cycles": program.cycles,
-            }
+            figures = {"bytes_moved": round(program.bytes_moved), "launches": program.launches}
+            figures |= {"temporary_bytes": program.temporary_bytes, "cycles": program.cycles}
             yield row_of(benchmark, case, what, name, **figures, target=target)
+    jax.clear_caches()
 
 
 def sizes_of(benchmark: str, case: Case, passes: Sequence[str] = PASSES) -> Iterator[Row]:
@@ -220,23 +215,16 @@ def mib(n: float) -> str:
     return results.number(n / MIB) if n >= NO_SIZE else "0"
 
 
-HEADER = ["op", "against", "what", "bytes: mean ratio", "the worst", "of", "launches", "temporaries, MiB"]
-CYCLES = ["cycles: mean ratio", "the worst"]  # in place of the launches
-
-
-def header_of(found: Sequence[Pair]) -> list[str]:
-    return [*HEADER[:-2], *CYCLES, HEADER[-1]] if has_cycles(found) else HEADER
-
-
 def has_cycles(found: Sequence[Pair]) -> bool:
     """Whether they have the estimate of a TPU's compiler."""
     return any(getattr(pair.peer, "cycles", 0) for pair in found)
 
 
-def lines_of_ops(found: Sequence[Pair]) -> list[list[str]]:
+def table_of_ops(found: Sequence[Pair], *, of_all: bool = True) -> str:
     """A line for each op and pass, the largest mean first: mean and worst ratio of bytes, and the rest of the worst.
 
-    Cycles have ratios of their own.
+    Cycles, which stand in place of the launches, have ratios of their own. Unless it is of all ops, it has those lines
+    in which a ratio is above the limit.
     """
     groups = grouped(found, lambda pair: (pair.row.work, pair.peer.candidate, pair.row.what))
     means = {key: mean(pair.of("bytes_moved") for pair in group) for key, group in groups.items()}
@@ -244,28 +232,26 @@ def lines_of_ops(found: Sequence[Pair]) -> list[list[str]]:
     for key in sorted(groups, key=means.__getitem__, reverse=True):
         worst = max(groups[key], key=lambda pair: pair.of("bytes_moved"))
         case = results.listed(worst.row.mask if worst.row.mask != "none" else "", worst.row.dtype)
-        further = [of_both(worst, "launches")]
+        further = [worst.both("launches")]
         if has_cycles(found):
             cycles = [pair.of("cycles") for pair in groups[key]]
             further = [ratio_text(mean(cycles)), ratio_text(max(cycles))]
         ratios = ratio_text(means[key]), ratio_text(worst.of("bytes_moved"))
-        lines.append([*key, *ratios, case, *further, of_both(worst, "temporary_bytes", mib)])
-    return lines
-
-
-def of_both(pair: Pair, figure: str, text: Callable[[Any], str] = str) -> str:
-    return f"{text(getattr(pair.row, figure))} / {text(getattr(pair.peer, figure))}"
+        lines.append([*key, *ratios, case, *further, worst.both("temporary_bytes", mib)])
+    header = ["op", "against", "what", "bytes: mean ratio", "the worst", "of"]
+    header += ["cycles: mean ratio", "the worst"] if has_cycles(found) else ["launches"]
+    shown = [line for line in lines if of_all or any(cell.startswith("**") for cell in line)]
+    return as_markdown([*header, "temporaries, MiB"], shown)
 
 
 def summary(rows: Sequence[Row]) -> str:
     found = pairs(rows)
-    above = sum(pair.of("bytes_moved") > 1.1 for pair in found)
-    text = f"Of {len(found)} programs {above} move more than 1.1 times the bytes of the other library's"
+    above = lambda figure: sum(pair.of(figure) > results.SLOWER for pair in found)  # noqa: E731
+    text = f"Of {len(found)} programs {above('bytes_moved')} move more than 1.1 times the bytes of the other library's"
     if has_cycles(found):
-        text += f", and {sum(pair.of('cycles') > 1.1 for pair in found)} take more than 1.1 times the cycles"
-    lines = [line for line in lines_of_ops(found) if any(cell.startswith("**") for cell in line)]
+        text += f", and {above('cycles')} take more than 1.1 times the cycles"
     link = f"[All figures as CSV](../benchmarks/compiled/{rows[0].target}.csv)"
-    return "\n\n".join([f"{text}. These are of:", as_markdown(header_of(found), lines), link])
+    return "\n\n".join([f"{text}. These are of:", table_of_ops(found, of_all=False), link])
 
 
 def publish(target: str) -> None:
@@ -279,28 +265,22 @@ def publish(target: str) -> None:
         fill_pages({PLACES[target]: "\n\n".join([f"Compiled {environment(rows)}.", image, summary(rows)])})
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A line for each op."""
-    found = pairs(rows)
-    if hasattr(rows[0], "operations"):
-        return as_markdown(operations.HEADER, operations.lines_of(operations.sorted_pairs(rows)))
-    return as_markdown(header_of(found), lines_of_ops(found))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of()
     parser.add_argument("--target", choices=TARGETS, default="h100", help="default: %(default)s")
     options = parser.parse_args(arguments)
-    target, counts_sizes, passes = options.target, options.target == SIZES_ON, PASSES[options.quick :]
+    target, passes = options.target, PASSES[options.quick :]
     if not options.plot_only:
-        TARGETS[target].check()
-
-    def found_of(name: str, case: Case) -> Iterator[Row]:
-        return sizes_of(name, case, passes) if counts_sizes else rows_of(name, case, target, passes)
-
-    cases = [(name, case) for name, of in (on_cpu() if counts_sizes else benchmarks()).items() for case in of]
-    path, without = csv_of(f"compiled/{target}"), ["eager"] if counts_sizes else ["size", "eager", "machine", "python"]
-    run(options, f"Compiling for {target}", cases, found_of, table, path, lambda: publish(target), without)
+        check(target)
+    if target == SIZES_ON:
+        of_name, found_of, table = on_cpu(), functools.partial(sizes_of, passes=passes), operations.table
+        without = ["eager"]
+    else:
+        of_name, found_of = benchmarks(), functools.partial(rows_of, target=target, passes=passes)
+        table, without = lambda rows: table_of_ops(pairs(rows)), ["size", "eager", "machine", "python"]
+    cases = [(name, case) for name, of in of_name.items() for case in of]
+    path, of_target = csv_of(f"compiled/{target}"), functools.partial(publish, target)
+    tell(run(options, f"Compiling for {target}", cases, found_of, table, path, of_target, without))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the ops exchange between devices: which collectives, how many, how many bytes, in which pass.
 
     python examples/benchmarks/exchanges.py            # eight H100, and 256 TPU v5e; no device is needed
-    python examples/benchmarks/exchanges.py --target h100
+    python examples/benchmarks/exchanges.py --only h100    # tells it, and writes nothing
     python examples/benchmarks/exchanges.py --plot-only
 
 Every op is compiled for a mesh of one axis, over which its arrays are split. A device has as many tokens, classes or
@@ -18,12 +18,12 @@ import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
-from command import console, parser_of, progress
+from command import parser_of, run, tell
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from measure import GRADIENT, PASSES, VALUE, Row, environment_now, with_gradient
-from programs import TARGETS, Program, compile_for, devices
-from results import MIB, as_markdown, csv_of, environment, fill_pages, number, read_csv, write_csv
+from programs import Program, check, compile_for, devices
+from results import MIB, as_markdown, csv_of, environment, fill_pages, grouped, number, read_csv
 
 import masksafe
 from masksafe import losses
@@ -39,7 +39,7 @@ Shape = tuple[tuple[int, ...], Any, P]  # an array: its shape, its dtype, and ho
 class Op:
     """A function of arrays that are split over the axis "d", or of the parts of one device if it is `manual`."""
 
-    name: str
+    work: str
     split: str  # what is split, in words
     fn: Callable[..., Any]
     args: Callable[[int], Sequence[Shape]]  # for so many devices
@@ -50,22 +50,17 @@ class Op:
     def passes(self) -> tuple[str, ...]:
         return PASSES if self.leaves else (GRADIENT,)
 
+    def __str__(self) -> str:
+        return f"{self.work}, {self.split}"
+
 
 # The ops. `n` is the number of devices.
 
 
 def mean_loss(kernel: jax.Array, features: jax.Array, labels: jax.Array) -> masksafe.MaskedMean:
-    is_live = labels >= 0
-    per_token = losses.softmax_cross_entropy_with_integer_labels(features @ kernel, labels, where=is_live)
-    return masksafe.MaskedMean.of(per_token, is_live)
-
-
-def mean_over_devices(loss: jax.Array, where: jax.Array) -> jax.Array:
-    return masksafe.mean(loss, where=where, axis_name="d")
-
-
-def normalized_over_devices(x: jax.Array, scale: jax.Array, bias: jax.Array, where: jax.Array) -> jax.Array:
-    return masksafe.batch_norm(x, scale, bias, where=where, axis_name="d")[0]
+    mask = labels >= 0
+    per_token = losses.softmax_cross_entropy_with_integer_labels(features @ kernel, labels, where=mask)
+    return masksafe.MaskedMean.of(per_token, mask)
 
 
 def attention(**arguments: Any) -> Callable[..., jax.Array]:
@@ -82,12 +77,14 @@ in_microbatches = masksafe.value_and_grad_of_mean(mean_loss, microbatches=4, axi
 pairs = functools.partial(losses.info_nce_loss, axis_name="d")
 OPS = [
     Op(
-        *("`mean(axis_name)`", "elements", mean_over_devices),
+        *("`mean(axis_name)`", "elements"),
+        lambda loss, where: masksafe.mean(loss, where=where, axis_name="d"),
         lambda n: (((1024 * n,), F32, D), ((1024 * n,), bool, D)),
         manual=WHOLE,
     ),
     Op(
-        *("`batch_norm(axis_name)`, 256 features", "batch", normalized_over_devices),
+        *("`batch_norm(axis_name)`, 256 features", "batch"),
+        lambda x, scale, bias, where: masksafe.batch_norm(x, scale, bias, where=where, axis_name="d")[0],
         lambda n: (((4096 * n, 256), F32, D), *(((256,), F32, WHOLE),) * 2, ((4096 * n, 1), bool, D)),
         *(3, D),
     ),
@@ -155,11 +152,12 @@ def compiled(op: Op, target: str, what: str, number_of_devices: int) -> Program:
         return compile_for(target, fn, *shapes)
 
 
-def rows_of(op: Op, target: str, number_of_devices: int) -> Iterator[Row]:
+def rows_of(target: str, op: Op) -> Iterator[Row]:
+    number_of_devices = NUMBERS[target]
     for what in op.passes:
         program = compiled(op, target, what, number_of_devices)
         yield Row(
-            op=op.name,
+            op=op.work,
             split=op.split,
             target=target,
             devices=number_of_devices,
@@ -169,43 +167,32 @@ def rows_of(op: Op, target: str, number_of_devices: int) -> Iterator[Row]:
             temporary_bytes=program.temporary_bytes,
             **environment_now(),
         )
+    jax.clear_caches()
 
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each op and pass."""
-    header, lines = ["op", "split", "pass"], {}
-    for target, n in NUMBERS.items():
-        header += [f"{n} {target.upper()}", "MiB"]
-        for row in rows:
-            if row.target == target:
-                key = row.op, row.split, "value" if row.what == VALUE else "with gradient"
-                lines.setdefault(key, list(key)).extend([row.collectives, number(row.received_bytes / MIB)])
-    found = as_markdown(header, [line for line in lines.values() if len(line) == len(header)])
-    return f"Compiled {environment(rows)}.\n\n{found}"
+    targets = [target for target in NUMBERS if target in {row.target for row in rows}]
+    lines = []
+    for (name, split, what), of_op in grouped(rows, lambda row: (row.op, row.split, row.what)).items():
+        of = {row.target: [row.collectives, number(row.received_bytes / MIB)] for row in of_op}
+        if len(of) == len(targets):
+            cells = [cell for target in targets for cell in of[target]]
+            lines.append([name, split, "value" if what == VALUE else "with gradient", *cells])
+    of_targets = [name for target in targets for name in (f"{NUMBERS[target]} {target.upper()}", "MiB")]
+    return f"Compiled {environment(rows)}.\n\n{as_markdown(['op', 'split', 'pass', *of_targets], lines)}"
 
 
 def publish() -> None:
     fill_pages({"exchanges": table(read_csv(TABLE))})
 
 
-def main() -> None:
-    parser = parser_of([op.name for op in OPS])
-    parser.add_argument("--target", choices=NUMBERS, action="append", help="may be given again; default: both")
-    options, rows = parser.parse_args(), read_csv(TABLE)
-    if not options.plot_only:
-        ops = [op for op in OPS if op.name in (options.only or [op.name])][: 1 if options.quick else None]
-        for target in options.target or NUMBERS:
-            TARGETS[target].check()
-            rows = [row for row in rows if row.target != target]
-            with progress(f"Compiling for {NUMBERS[target]} {target}", len(ops), console) as advance:
-                for op in ops:
-                    rows += rows_of(op, target, NUMBERS[target])
-                    jax.clear_caches()
-                    advance(op.name)
-    console.print(table(rows), markup=False)
-    if not options.quick and not options.only:
-        write_csv(TABLE, rows, ["machine", "python"])
-        publish()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser_of([*NUMBERS, *(op.work for op in OPS)]).parse_args(arguments)
+    for target in [] if options.plot_only else NUMBERS:
+        check(target)
+    cases = [(target, op) for target in NUMBERS for op in OPS]
+    tell(run(options, "Compiling", cases, rows_of, table, TABLE, publish, ["machine", "python"]))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ gradients those of both sides, the scale and the bias.
 from collections.abc import Callable
 from typing import Any
 
+import drawn
 import jax
 import jax.numpy as jnp
-from measure import Benchmark, Work, cases_of, eager_too, grid_of, random_bits, random_labels, random_normal
+from measure import Benchmark, Work, against, cases_of, eager_too, grid_of
 
 import masksafe
+from masksafe import losses
 
 Formula = Callable[..., Any]
 UNMASKED, UNMASKED_ROWS = 0.7, 0.6
@@ -45,13 +47,13 @@ ALWAYS_MASKED = ("mask_where", "apply_where")
 
 def prepare(name: str, mask: str, dtype: str, shape: tuple[int, int]) -> Work:
     of = lambda library: lambda x, where: getattr(library, name)(x, axis=-1, where=where)  # noqa: E731
-    where = random_bits(shape, UNMASKED).at[:, 0].set(True) if mask == "elements" else None
-    return Work({"masksafe": of(masksafe), "JAX": of(SOFTMAX[name])}, (random_normal(shape, dtype), where))
+    where = drawn.bits(shape, UNMASKED).at[:, 0].set(True) if mask == "elements" else None
+    return Work({"masksafe": of(masksafe), "JAX": of(SOFTMAX[name])}, (drawn.normal(shape, dtype), where))
 
 
 def prepare_more(name: str, mask: str, dtype: str, shape: tuple[int, int]) -> Work:
-    arrays = [random_normal(shape, dtype, seed) for seed in range(2 if name == "mask_where" else 1)]
-    where = random_bits(shape, UNMASKED) if mask == "elements" else None
+    arrays = [drawn.normal(shape, dtype, seed) for seed in range(2 if name == "mask_where" else 1)]
+    where = drawn.bits(shape, UNMASKED) if mask == "elements" else None
     return Work(MORE[name], (*arrays, where), leaves=len(arrays))
 
 
@@ -61,8 +63,8 @@ SIZES_OF_ROUTERS = {"tiny": (4096, 8, 2), "middle": (8192, 64, 8), "large": (163
 OF_TOKENS = ("none", "60 % of tokens")
 
 
-def mean_of_tokens(x: jax.Array, where: jax.Array | None) -> jax.Array:
-    """As it is written without masksafe."""
+def mean_over(x: jax.Array, where: jax.Array | None) -> jax.Array:
+    """Over tokens or rows, as it is written without masksafe."""
     if where is None:
         return jnp.mean(x, 0)
     weights = where.astype(x.dtype)
@@ -71,28 +73,27 @@ def mean_of_tokens(x: jax.Array, where: jax.Array | None) -> jax.Array:
 
 def balance(probs: jax.Array, indices: jax.Array, where: jax.Array | None) -> jax.Array:
     chosen = jnp.sum(jax.nn.one_hot(indices, probs.shape[-1]), -2) / indices.shape[-1]
-    return probs.shape[-1] * jnp.sum(mean_of_tokens(chosen, where) * mean_of_tokens(probs, where))
+    return probs.shape[-1] * jnp.sum(mean_over(chosen, where) * mean_over(probs, where))
 
 
-def z_loss(logits: jax.Array, _: jax.Array, where: jax.Array | None) -> jax.Array:
-    return mean_of_tokens(jnp.square(jax.nn.logsumexp(logits, -1)), where)
-
-
-def router_of_masksafe(name: str) -> Formula:
-    if name == "load_balancing_loss":
-        return lambda probs, indices, where: masksafe.losses.load_balancing_loss(probs, indices, where=where)
-    return lambda logits, _, where: masksafe.mean(masksafe.losses.router_z_loss(logits, where=where), where=where)
-
-
-ROUTERS: dict[str, Formula] = {"load_balancing_loss": balance, "router_z_loss": z_loss}
+ROUTERS: dict[str, dict[str, Formula]] = {
+    "load_balancing_loss": {
+        "masksafe": lambda probs, indices, where: losses.load_balancing_loss(probs, indices, where=where),
+        "JAX": balance,
+    },
+    "router_z_loss": {
+        "masksafe": lambda logits, _, where: masksafe.mean(losses.router_z_loss(logits, where=where), where=where),
+        "JAX": lambda logits, _, where: mean_over(jnp.square(jax.nn.logsumexp(logits, -1)), where),
+    },
+}
 
 
 def prepare_router(name: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
     tokens, experts, chosen = sizes
-    logits, indices = random_normal((tokens, experts), dtype), random_labels((tokens, chosen), experts)
-    where = random_bits((tokens,), UNMASKED_ROWS) if mask != "none" else None
+    logits, indices = drawn.normal((tokens, experts), dtype), drawn.labels((tokens, chosen), experts)
+    where = drawn.bits((tokens,), UNMASKED_ROWS) if mask != "none" else None
     numbers = jax.nn.softmax(logits) if name == "load_balancing_loss" else logits
-    return Work({"masksafe": router_of_masksafe(name), "JAX": ROUTERS[name]}, (numbers, indices, where))
+    return Work(ROUTERS[name], (numbers, indices, where))
 
 
 # Losses of pairs, of both sides, scale, bias and mask
@@ -107,9 +108,7 @@ def wide_logits(x: jax.Array, y: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def mean_of_rows(losses: jax.Array, where: jax.Array | None) -> jax.Array:
-    if where is None:
-        return jnp.mean(losses)
-    return jnp.sum(losses * where) / jnp.sum(where)
+    return jnp.mean(losses) if where is None else jnp.sum(losses * where) / jnp.sum(where)
 
 
 def clip(x: jax.Array, y: jax.Array, scale: jax.Array, _: jax.Array, where: jax.Array | None) -> jax.Array:
@@ -127,23 +126,23 @@ def siglip(x: jax.Array, y: jax.Array, scale: jax.Array, bias: jax.Array, where:
     return mean_of_rows(jnp.sum(losses if where is None else losses * where[None], 1), where)
 
 
-def info_nce_loss(x: jax.Array, y: jax.Array, scale: jax.Array, _: jax.Array, where: jax.Array | None) -> jax.Array:
-    return masksafe.losses.info_nce_loss(x, y, scale=scale, where=where)
-
-
-def sigmoid_loss(x: jax.Array, y: jax.Array, scale: jax.Array, bias: jax.Array, where: jax.Array | None) -> jax.Array:
-    return masksafe.losses.sigmoid_contrastive_loss(x, y, scale=scale, bias=bias, where=where)
-
-
 PAIRS: dict[str, dict[str, Formula]] = {
-    "info_nce_loss": {"masksafe": info_nce_loss, "JAX": clip},
-    "sigmoid_contrastive_loss": {"masksafe": sigmoid_loss, "JAX": siglip},
+    "info_nce_loss": {
+        "masksafe": lambda x, y, scale, _, where: losses.info_nce_loss(x, y, scale=scale, where=where),
+        "JAX": clip,
+    },
+    "sigmoid_contrastive_loss": {
+        "masksafe": lambda x, y, scale, bias, where: losses.sigmoid_contrastive_loss(
+            x, y, scale=scale, bias=bias, where=where
+        ),
+        "JAX": siglip,
+    },
 }
 
 
 def prepare_pairs(name: str, mask: str, dtype: str, shape: tuple[int, int]) -> Work:
-    x, y = (masksafe.l2_normalize(random_normal(shape, dtype, seed), axis=-1) for seed in range(2))
-    where = random_bits(shape[:1], UNMASKED_ROWS) if mask != "none" else None
+    x, y = (masksafe.l2_normalize(drawn.normal(shape, dtype, seed), axis=-1) for seed in range(2))
+    where = drawn.bits(shape[:1], UNMASKED_ROWS) if mask != "none" else None
     return Work(PAIRS[name], (x, y, jnp.float32(SCALE), jnp.float32(BIAS), where), leaves=4)
 
 
@@ -154,6 +153,5 @@ CASES = {
 }
 TITLES = ("Softmax and reductions", "Losses of routers", "Contrastive losses")
 BENCHMARKS = [
-    Benchmark(name, title, (("masksafe", "JAX"),), eager_too(CASES[name]))
-    for name, title in zip(CASES, TITLES, strict=True)
+    Benchmark(name, title, against("JAX"), eager_too(CASES[name])) for name, title in zip(CASES, TITLES, strict=True)
 ]

@@ -10,6 +10,8 @@ linear layer, that is no bound, and the ratio to the peer says more.
 It takes at most `--minutes`: cases that are left over then are named. It loads nothing from a network.
 """
 
+import collections
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from command import console, parser_of, run
-from compiled import benchmarks, compiled_candidates, of_both
-from measure import GRADIENT, Case, Row, Timing, measure, milliseconds, pulled_back, row_of
-from results import NOTHING, as_markdown, csv_of, grouped, number, pairs, ratio_text
+from command import console, parser_of, run, tell
+from compiled import benchmarks, compiled_candidates
+from measure import GRADIENT, Case, Row, figures_of, measure, pulled_back, row_of
+from results import NOTHING, as_markdown, csv_of, number, pairs, ratio_text
 
 COPIED_BYTES = 2**30
 SECONDS = 0.02  # that the calls of one timing take, so that they hide what it costs to launch them
@@ -31,14 +33,14 @@ BY_CUDNN = "attention by cuDNN"
 
 def cases() -> list[tuple[str, Case]]:
     """Those of each op in turn, so that a run that is cut short has seen all of them."""
-    found = [
-        (name, case)
-        for name, of_name in benchmarks().items()
-        for case in of_name
-        if case.dtype == "bfloat16" or "bfloat16" not in {c.dtype for c in of_name if c.work == case.work}
-    ]
-    of_work = grouped(found, lambda pair: pair[1].work).values()
-    return [of[i] for i in range(max(map(len, of_work))) for of in of_work if i < len(of)]
+    found, turns = [], collections.Counter()
+    for name, of_name in benchmarks().items():
+        in_bfloat16 = {case.work for case in of_name if case.dtype == "bfloat16"}
+        for case in of_name:
+            if case.dtype == "bfloat16" or case.work not in in_bfloat16:
+                found.append((turns[case.work], name, case))
+                turns[case.work] += 1
+    return [(name, case) for _, name, case in sorted(found, key=lambda of: of[0])]
 
 
 class Queued:
@@ -59,19 +61,16 @@ class Queued:
         jax.block_until_ready(out)
 
 
-def times_of(candidates: dict[str, Queued]) -> dict[str, Timing]:
-    """The times of one call."""
-    calls = {name: queued.calls for name, queued in candidates.items()}
-    return {
-        name: Timing(found.minimum / calls[name], found.median / calls[name], found.rounds)
-        for name, found in measure(candidates, ROUNDS).items()
-    }
+def seconds_of(candidates: dict[str, Queued]) -> dict[str, list[float]]:
+    """The seconds of one call, in each round."""
+    found = measure(candidates, ROUNDS)
+    return {name: [x / queued.calls for x in found[name]] for name, queued in candidates.items()}
 
 
 def bytes_per_second(copied: int = COPIED_BYTES) -> float:
     """What the device reads and writes while it copies an array, to which it adds 1."""
     x = jnp.zeros(copied // 4, jnp.int32)
-    return 2 * copied / times_of({"copy": Queued(lambda x: x + 1, (x,))})["copy"].minimum
+    return 2 * copied / min(seconds_of({"copy": Queued(lambda x: x + 1, (x,))})["copy"])
 
 
 def rows_of(benchmark: str, case: Case, bandwidth: float, end: float) -> Iterator[Row]:
@@ -83,11 +82,12 @@ def rows_of(benchmark: str, case: Case, bandwidth: float, end: float) -> Iterato
         for name in compiled_candidates(work):
             fn, args = work.functions[name], work.args
             candidates[name] = Queued(*(pulled_back(fn, args, work.leaves) if what == GRADIENT else (fn, args)))
-        for name, timing in times_of(candidates).items():
+        for name, seconds in seconds_of(candidates).items():
             moved = candidates[name].bytes
             figures = {"bytes": moved, "copy_ms": float(f"{1e3 * moved / bandwidth:.4g}")}
             device = jax.devices()[0].device_kind
-            yield row_of(benchmark, case, what, name, **milliseconds(timing), **figures, device=device)
+            yield row_of(benchmark, case, what, name, **figures_of(seconds), **figures, device=device)
+    jax.clear_caches()
 
 
 def share(row: Row, rows: Sequence[Row]) -> str:
@@ -100,16 +100,14 @@ def share(row: Row, rows: Sequence[Row]) -> str:
     return NOTHING if possible is None else f"{100 * possible / row.median_ms:.0f} %"
 
 
-HEADER = ["op", "mask", "what", "against", "ms", "ratio", "share", "peer's share"]
-
-
-def lines_of(rows: Sequence[Row]) -> list[list[str]]:
+def table(rows: Sequence[Row]) -> str:
     """A line for each case, pass and peer, the slowest in units of its peer first."""
-    return [
-        [p.row.work, p.row.mask, p.row.what, p.peer.candidate, of_both(p, "median_ms", number), ratio_text(p.median)]
-        + [share(row, rows) for row in (p.row, p.peer)]
-        for p in sorted(pairs(rows), key=lambda pair: -pair.median)
-    ]
+    lines = []
+    for pair in sorted(pairs(rows), key=lambda pair: -pair.median):
+        shares = [share(row, rows) for row in pair]
+        case = pair.row.work, pair.row.mask, pair.row.what, pair.peer.candidate
+        lines.append([*case, pair.both("median_ms", number), ratio_text(pair.median), *shares])
+    return as_markdown(["op", "mask", "what", "against", "ms", "ratio", "share", "peer's share"], lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -119,15 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + 60 * options.minutes
     if not options.plot_only:
         if device.platform not in ("gpu", "cuda", "rocm"):
-            sys.exit(
-                f"gpu.py needs a GPU, and JAX's default device is {device}: install jax[cuda12], or see compiled.py"
-            )
+            needs = "install jax[cuda12], or see compiled.py"
+            sys.exit(f"gpu.py needs a GPU, and JAX's default device is {device}: {needs}")
         bandwidth = bytes_per_second()
         console.print(f"{device.device_kind}: {bandwidth / 1e9:.0f} GB/s in a copy")
-    timed = lambda name, case: rows_of(name, case, bandwidth, end)  # noqa: E731
-    table = lambda rows: as_markdown(HEADER, lines_of(rows))  # noqa: E731
+    timed = functools.partial(rows_of, bandwidth=bandwidth, end=end)
     without = ("size", "eager", "rounds", "machine", "python")
-    run(options, "Timing", cases(), timed, table, csv_of("gpu"), without=without)
+    tell(run(options, "Timing", cases(), timed, table, csv_of("gpu"), without=without))
 
 
 if __name__ == "__main__":

@@ -38,16 +38,6 @@ class Kernel:
     cycles: int = 0  # the estimate of a TPU's compiler
 
 
-def kernels(text: str, unknown_trips: int = UNKNOWN_TRIPS) -> list[Kernel]:
-    """What an optimised program launches, `compiled.as_text()`; of a conditional the dearest branch.
-
-    A loop whose length depends on values is taken to run `unknown_trips` times.
-    """
-    computations = parse(text)
-    (entry,) = (name for name, computation in computations.items() if computation.is_entry)
-    return list(_Walk(computations, unknown_trips).of(entry, 1))
-
-
 def bytes_of(found: Sequence[Kernel]) -> float:
     return sum(kernel.bytes_moved * kernel.times for kernel in found)
 
@@ -176,47 +166,45 @@ def bytes_of_type(type_: str) -> float:
 # The program
 
 
-@dataclass(frozen=True)
-class _Walk:
-    """Goes through what a program executes."""
+def kernels(text: str, unknown_trips: int = UNKNOWN_TRIPS) -> list[Kernel]:
+    """What an optimised program launches, `compiled.as_text()`; of a conditional the dearest branch.
 
-    computations: dict[str, Computation]
-    unknown_trips: int
+    A loop whose length depends on values is taken to run `unknown_trips` times.
+    """
+    computations = parse(text)
 
-    def of(self, name: str, times: int) -> Iterator[Kernel]:
-        computation = self.computations[name]
+    def walk(name: str, times: int) -> Iterator[Kernel]:
+        computation = computations[name]
         for instruction in computation.values():
             op, called = instruction.op, instruction.called
-            if op in _FREE or op.endswith("-done") or _is_free_call(instruction):
+            if op in _FREE or op.endswith("-done"):
+                continue
+            if op == "custom-call" and any(f'"{free}"' in instruction.attributes for free in _FREE_CALLS):
                 continue
             if op == "while":
-                yield from self.of_loop(name, instruction, times)
+                yield from walk_loop(name, instruction, times)
             elif op == "conditional":
-                names = [name for attribute in called for name in called[attribute]]
-                branches = [list(self.of(branch, times)) for branch in names]
+                branches = [list(walk(branch, times)) for names in called.values() for branch in names]
                 yield Kernel(f"{name}/{instruction.name}: the predicate to the host", "copy", "pred[]", 1, times)
                 yield from max(branches, key=bytes_of)
-            elif op == "call":
-                yield from self.of(called["to_apply"][0], times)
-            elif op in ("async-start", "call-start"):
-                yield from self.of((called.get("calls") or called["to_apply"])[0], times)
+            elif op in ("call", "async-start", "call-start"):
+                yield from walk((called.get("calls") or called["to_apply"])[0], times)
             else:
-                moved = _bytes_of_kernel(self.computations, computation, instruction)
+                moved = _bytes_of_kernel(computations, computation, instruction)
                 result, cycles = _result_of(computation, instruction), instruction.cycles
                 yield Kernel(f"{name}/{instruction.name}", op, result, moved, times, cycles)
 
-    def of_loop(self, name: str, loop: Instruction, times: int) -> Iterator[Kernel]:
+    def walk_loop(name: str, loop: Instruction, times: int) -> Iterator[Kernel]:
         (body,), (condition,) = loop.called["body"], loop.called["condition"]
-        trips = _trips(loop, self.computations[condition], self.computations)
+        trips = _trips(loop, computations[condition], computations)
         if trips is None:  # the host asks the device each time whether to go on
-            trips = self.unknown_trips
-            yield from self.of(condition, times * trips)
+            trips = unknown_trips
+            yield from walk(condition, times * trips)
             yield Kernel(f"{name}/{loop.name}: the predicate to the host", "copy", "pred[]", 1, times * trips)
-        yield from self.of(body, times * trips)
+        yield from walk(body, times * trips)
 
-
-def _is_free_call(instruction: Instruction) -> bool:
-    return instruction.op == "custom-call" and any(f'"{name}"' in instruction.attributes for name in _FREE_CALLS)
+    (entry,) = (name for name, computation in computations.items() if computation.is_entry)
+    return list(walk(entry, 1))
 
 
 def _trips(loop: Instruction, condition: Computation, computations: dict[str, Computation]) -> int | None:
@@ -286,19 +274,15 @@ def _bytes_of_as_many(type_: str, number: float) -> float:
 def _bytes_of_fusion(fused: Computation, operands: Sequence[str]) -> float:
     needed: dict[str, float] = {}
     written = 0.0
-    for root in _results(fused):
-        written += _write(fused, root, needed)
+    root = fused.root
+    for result in [fused[name] for name in root.args] if root.op == "tuple" else [root]:
+        written += _write(fused, result, needed)
     for instruction in reversed(fused.values()):  # users stand after what they use
         _spread(fused, instruction, needed)
     reads = (
         _bytes_of_as_many(operands[int(p.inside)], needed.get(p.name, 0)) for p in fused.values() if p.op == "parameter"
     )
     return written + sum(reads)
-
-
-def _results(fused: Computation) -> list[Instruction]:
-    root = fused.root
-    return [fused[name] for name in root.args] if root.op == "tuple" else [root]
 
 
 def _write(fused: Computation, result: Instruction, needed: dict[str, float]) -> float:

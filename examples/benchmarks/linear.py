@@ -7,14 +7,14 @@ gradient takes it 1.9 to 6 times as long. tokamax has chunks of its own ("chunke
 log-probability, without and with a bonus for entropy. The divergences are those of distillation.
 """
 
-import dataclasses
-import functools
 import sys
 from typing import Any
 
+import drawn
 import jax
 import jax.numpy as jnp
-from measure import Benchmark, Work, cases_of, random_bits, random_labels, random_normal
+import optax
+from measure import Benchmark, Work, against, cases_of, functional, sized_grid
 
 import masksafe
 from masksafe import losses
@@ -36,19 +36,9 @@ BONUS, BETA = 0.01, 0.5
 def make_arrays(mask: str, dtype: str, sizes: tuple[int, int, int]) -> tuple[jax.Array, ...]:
     """Features, kernel, labels, and a mask of tokens."""
     tokens, width, classes = sizes
-    kernel = random_normal((width, classes), dtype, 1) / width**0.5
-    labels, where = random_labels((tokens,), classes), random_bits((tokens,), UNMASKED[mask])
-    return random_normal((tokens, width), dtype), kernel, labels, where
-
-
-def without_mask(work: Work, position: int = 3) -> Work:
-    """As it is timed, but that masksafe is not given a mask of True, which is the argument at that position."""
-    ours = work.functions["masksafe"]
-
-    def unmasked(*args: Any) -> Any:
-        return ours(*args[:position], None, *args[position + 1 :])
-
-    return dataclasses.replace(work, functions={**work.functions, "masksafe": unmasked})
+    kernel = drawn.normal((width, classes), dtype, 1) / width**0.5
+    labels, where = drawn.labels((tokens,), classes), drawn.bits((tokens,), UNMASKED[mask])
+    return drawn.normal((tokens, width), dtype), kernel, labels, where
 
 
 def mean_of_unmasked(losses: jax.Array, mask: jax.Array) -> jax.Array:
@@ -72,28 +62,22 @@ def of_masksafe(features: jax.Array, kernel: jax.Array, labels: jax.Array, mask:
 
 
 def of_optax(features: jax.Array, kernel: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
-    import optax
-
     logits = jnp.matmul(features, kernel).astype(jnp.float32)
     return mean_of_unmasked(optax.softmax_cross_entropy_with_integer_labels(logits, labels), mask)
 
 
-def cross_entropy_of_tokamax(features: jax.Array, kernel: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
-    has_chunks = sys.version_info >= (3, 12)  # the newest tokamax for Python 3.11 has none
-    form = "chunked_xla" if has_chunks and kernel.shape[1] > FEW_CLASSES else "xla"
-    return of_tokamax(features, kernel, labels, "mean", form)
-
-
-def cross_entropy_of_torch(features: Any, kernel: Any, labels: Any) -> Any:
-    import torch
-
-    return torch.nn.functional.linear_cross_entropy(features, kernel.T, labels, ignore_index=IGNORED)
-
-
 def prepare(work: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
     features, kernel, labels, where = args = make_arrays(mask, dtype, sizes)
-    functions = {"masksafe": of_masksafe, "optax": of_optax, "torch": cross_entropy_of_torch}
-    functions |= {"tokamax": cross_entropy_of_tokamax} if mask == "none" else {}
+    has_chunks = sys.version_info >= (3, 12)  # the newest tokamax for Python 3.11 has none
+    form = "chunked_xla" if has_chunks and sizes[-1] > FEW_CLASSES else "xla"
+    functions = {
+        "masksafe": of_masksafe,
+        "optax": of_optax,
+        "torch": lambda x, kernel, labels: functional().linear_cross_entropy(x, kernel.T, labels, ignore_index=IGNORED),
+        "tokamax": lambda features, kernel, labels, _: of_tokamax(features, kernel, labels, "mean", form),
+    }
+    if mask != "none":
+        del functions["tokamax"]
     return Work(functions, args, leaves=2, torch_args=(features, kernel, jnp.where(where, labels, IGNORED)))
 
 
@@ -102,42 +86,37 @@ def prepare(work: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Wo
 WITHOUT, WITH_ENTROPY = LOG_PROBS = ("log p", "log p, entropy")
 
 
-def policy_loss(mask: Any, advantages: Any, log_probs: Any, entropies: Any = 0.0) -> Any:
-    return masksafe.mean(-advantages * log_probs - BONUS * entropies, where=mask)
-
-
-def log_probs_of_masksafe(work: str, *args: jax.Array) -> jax.Array:
-    features, kernel, labels, mask, advantages = args
-    with_entropy = work == WITH_ENTROPY
-    found = losses.linear_log_probs(features, kernel, labels, where=mask, with_entropy=with_entropy)
-    return policy_loss(mask, advantages, *(found if with_entropy else (found,)))
-
-
-def log_probs_of_jax(work: str, features: jax.Array, kernel: jax.Array, labels: jax.Array, *rest: Any) -> jax.Array:
-    log_p = jax.nn.log_softmax(jnp.matmul(features, kernel).astype(jnp.float32))
-    log_probs = jnp.take_along_axis(log_p, labels[:, None], -1)[:, 0]
-    return policy_loss(*rest, log_probs, -jnp.sum(jnp.exp(log_p) * log_p, -1) if work == WITH_ENTROPY else 0.0)
-
-
-def log_probs_of_tokamax(features: jax.Array, kernel: jax.Array, labels: jax.Array, *rest: jax.Array) -> jax.Array:
-    return policy_loss(*rest, -of_tokamax(features, kernel, labels, "none", "xla"))
-
-
-def log_probs_of_torch(work: str, features: Any, kernel: Any, labels: Any, mask: Any, advantages: Any) -> Any:
-    import torch
-
-    log_p = torch.log_softmax((features @ kernel).float(), -1)
-    log_probs = log_p.gather(-1, labels[:, None])[:, 0]
-    entropies = -(log_p.exp() * log_p).sum(-1) if work == WITH_ENTROPY else 0.0
-    terms = -advantages * log_probs - BONUS * entropies
-    return torch.where(mask, terms, 0).sum() / mask.sum().clamp(min=1)
-
-
 def prepare_log_probs(work: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
-    of = {"masksafe": log_probs_of_masksafe, "jax.nn": log_probs_of_jax, "torch": log_probs_of_torch}
-    functions = {name: functools.partial(fn, work) for name, fn in of.items()}
-    functions |= {"tokamax": log_probs_of_tokamax} if (work, mask) == (WITHOUT, "none") else {}
-    return Work(functions, (*make_arrays(mask, dtype, sizes), random_normal(sizes[:1], "float32", 2)), leaves=2)
+    with_entropy = work == WITH_ENTROPY
+
+    def loss(mask: Any, advantages: Any, log_probs: Any, entropies: Any = 0.0) -> Any:
+        return masksafe.mean(-advantages * log_probs - BONUS * entropies, where=mask)
+
+    def of_masksafe(features: jax.Array, kernel: jax.Array, labels: jax.Array, *rest: jax.Array) -> jax.Array:
+        found = losses.linear_log_probs(features, kernel, labels, where=rest[0], with_entropy=with_entropy)
+        return loss(*rest, *(found if with_entropy else (found,)))
+
+    def of_jax(features: jax.Array, kernel: jax.Array, labels: jax.Array, *rest: jax.Array) -> jax.Array:
+        log_p = jax.nn.log_softmax(jnp.matmul(features, kernel).astype(jnp.float32))
+        log_probs = jnp.take_along_axis(log_p, labels[:, None], -1)[:, 0]
+        return loss(*rest, log_probs, -jnp.sum(jnp.exp(log_p) * log_p, -1) if with_entropy else 0.0)
+
+    def of_torch(features: Any, kernel: Any, labels: Any, mask: Any, advantages: Any) -> Any:
+        log_p = functional().log_softmax((features @ kernel).float(), -1)
+        log_probs = log_p.gather(-1, labels[:, None])[:, 0]
+        entropies = -(log_p.exp() * log_p).sum(-1) if with_entropy else 0.0
+        terms = -advantages * log_probs - BONUS * entropies
+        return terms.where(mask, 0).sum() / mask.sum().clamp(min=1)
+
+    functions = {
+        "masksafe": of_masksafe,
+        "jax.nn": of_jax,
+        "torch": of_torch,
+        "tokamax": lambda x, kernel, labels, *rest: loss(*rest, -of_tokamax(x, kernel, labels, "none", "xla")),
+    }
+    if (work, mask) != (WITHOUT, "none"):
+        del functions["tokamax"]
+    return Work(functions, (*make_arrays(mask, dtype, sizes), drawn.normal(sizes[:1], "float32", 2)), leaves=2)
 
 
 # Divergences
@@ -156,61 +135,47 @@ DIVERGENCES = {  # the masks of each size, of each direction and dtype
 }
 
 
-def divergence_of_masksafe(direction: str, *args: jax.Array) -> jax.Array:
-    *arrays, where = args
-    direction = direction.replace("-", "_")
-    return losses.linear_kl_divergence(*arrays, where=where, direction=direction, beta=BETA)
-
-
-def divergence_of_optax(direction: str, *args: jax.Array) -> jax.Array:
-    import optax
-
-    features, kernel, target_features, target_kernel, where = args
-    logits = features @ kernel, target_features @ target_kernel
-    log_q, log_p = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in logits)
-    if direction == "forward":
-        losses = optax.kl_divergence(log_q, jnp.exp(log_p))
-    elif direction == "reverse":
-        losses = optax.kl_divergence(log_p, jnp.exp(log_q))
-    else:
-        p, q = jnp.exp(log_p), jnp.exp(log_q)
-        log_m = jnp.log(BETA * p + (1 - BETA) * q)
-        losses = BETA * optax.kl_divergence(log_m, p) + (1 - BETA) * optax.kl_divergence(log_m, q)
-    return mean_of_unmasked(losses, where)
-
-
 def prepare_divergence(direction: str, mask: str, dtype: str, sizes: tuple[int, int, int, int]) -> Work:
     tokens, width, width_of_targets, classes = sizes
     shapes = (tokens, width), (width, classes), (tokens, width_of_targets), (width_of_targets, classes)
-    arrays = [random_normal(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+    arrays = [drawn.normal(shape, dtype, seed) for seed, shape in enumerate(shapes)]
     features, kernel, target_features, target_kernel = arrays
     args = features, kernel / width**0.5, target_features, target_kernel / width_of_targets**0.5
-    functions = {"masksafe": divergence_of_masksafe, "optax": divergence_of_optax}
-    functions = {name: functools.partial(fn, direction) for name, fn in functions.items()}
-    return Work(functions, (*args, random_bits((tokens,), UNMASKED[mask])), leaves=2)
+
+    def of_masksafe(*args: jax.Array) -> jax.Array:
+        of = {"where": args[-1], "direction": direction.replace("-", "_"), "beta": BETA}
+        return losses.linear_kl_divergence(*args[:-1], **of)
+
+    def of_optax(*args: jax.Array) -> jax.Array:
+        features, kernel, target_features, target_kernel, where = args
+        logits = features @ kernel, target_features @ target_kernel
+        log_q, log_p = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in logits)
+        if direction == "forward":
+            losses = optax.kl_divergence(log_q, jnp.exp(log_p))
+        elif direction == "reverse":
+            losses = optax.kl_divergence(log_p, jnp.exp(log_q))
+        else:
+            p, q = jnp.exp(log_p), jnp.exp(log_q)
+            log_m = jnp.log(BETA * p + (1 - BETA) * q)
+            losses = BETA * optax.kl_divergence(log_m, p) + (1 - BETA) * optax.kl_divergence(log_m, q)
+        return mean_of_unmasked(losses, where)
+
+    functions = {"masksafe": of_masksafe, "optax": of_optax}
+    return Work(functions, (*args, drawn.bits((tokens,), UNMASKED[mask])), leaves=2)
 
 
-CROSS_ENTROPY_IN = {"float32": IN_FLOAT32, "bfloat16": {"middle": ALL, "large": ("none",)}}
-LOG_PROBS_IN = {"float32": IN_FLOAT32, "bfloat16": {"large": ("none",)}}
-CASES = {
-    "linear_cross_entropy": cases_of(
-        *(prepare, SIZES, [("linear", m, d, s) for d, of in CROSS_ENTROPY_IN.items() for s in of for m in of[s]])
-    ),
-    "linear_log_probs": cases_of(
-        *(prepare_log_probs, SIZES),
-        [(w, m, d, s) for w in LOG_PROBS for d, of in LOG_PROBS_IN.items() for s in of for m in of[s]],
-    ),
-    "linear_kl_divergence": cases_of(
-        *(prepare_divergence, SIZES_OF_DIVERGENCE),
-        [(w, m, d, s) for (w, d), of in DIVERGENCES.items() for s in of for m in of[s]],
-    ),
-}
-TITLES = {
-    "Cross-entropy of a linear layer": ("optax", "torch", "tokamax"),
-    "Log-probabilities and entropies of a linear layer": ("jax.nn", "torch", "tokamax"),
-    "Divergences of linear layers": ("optax",),
-}
+IN_CROSS_ENTROPY = {"float32": IN_FLOAT32, "bfloat16": {"middle": ALL, "large": ("none",)}}
+IN_LOG_PROBS = {"float32": IN_FLOAT32, "bfloat16": {"large": ("none",)}}
+OF_CROSS_ENTROPY = cases_of(prepare, SIZES, sized_grid(["linear"], IN_CROSS_ENTROPY))
+OF_LOG_PROBS = cases_of(prepare_log_probs, SIZES, sized_grid(LOG_PROBS, IN_LOG_PROBS))
+OF_DIVERGENCES = [
+    case
+    for (direction, dtype), masks in DIVERGENCES.items()
+    for case in cases_of(prepare_divergence, SIZES_OF_DIVERGENCE, sized_grid([direction], {dtype: masks}))
+]
+TITLES = "Cross-entropy of a linear layer", "Log-probabilities and entropies of a linear layer"
 BENCHMARKS = [
-    Benchmark(name, title, tuple(("masksafe", peer) for peer in peers), CASES[name])
-    for name, (title, peers) in zip(CASES, TITLES.items(), strict=True)
+    Benchmark("linear_cross_entropy", TITLES[0], against("optax", "torch", "tokamax"), OF_CROSS_ENTROPY),
+    Benchmark("linear_log_probs", TITLES[1], against("jax.nn", "torch", "tokamax"), OF_LOG_PROBS),
+    Benchmark("linear_kl_divergence", "Divergences of linear layers", against("optax"), OF_DIVERGENCES),
 ]

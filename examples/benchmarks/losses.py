@@ -8,10 +8,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import Benchmark, Work, cases_of, eager_too, grid_of, random_bits, random_labels, random_normal
+import optax
+from measure import Benchmark, Work, against, cases_of, eager_too, functional, grid_of
 
 import masksafe
 
@@ -24,41 +26,26 @@ DTYPES = {"float32": tuple(SIZES_OF_CROSS_ENTROPY), "bfloat16": ("middle", "larg
 IGNORED = -100
 
 
-def cross_entropy_of_optax(name: str) -> Callable[..., jax.Array]:
-    """A mask of rows is applied as optax's users apply it: to the losses."""
-
-    def loss(logits: jax.Array, labels: jax.Array, where: jax.Array | None) -> jax.Array:
-        import optax
-
-        fn = getattr(optax, name)
-        if where is None or where.ndim == logits.ndim:
-            return fn(logits, labels, where=where)
-        return jnp.where(where, fn(logits, labels), 0)
-
-    return loss
-
-
-def cross_entropy_of_torch(logits: Any, labels: Any) -> Any:
-    import torch
-
-    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
-
-
 def prepare_cross_entropy(kind: str, mask: str, dtype: str, shape: tuple[int, int]) -> Work:
-    logits, labels = random_normal(shape, dtype), random_labels(shape[:1], shape[1])
-    where = {"none": None, "rows": random_bits(shape[:1], 0.5), "classes": random_bits(shape, 0.5)}[mask]
+    logits, labels = drawn.normal(shape, dtype), drawn.labels(shape[:1], shape[1])
+    where = {"none": None, "rows": drawn.bits(shape[:1], 0.5), "classes": drawn.bits(shape, 0.5)}[mask]
     if mask == "classes":
         where |= labels[:, None] == jnp.arange(shape[1])
-    ours = getattr(masksafe.losses, CROSS_ENTROPIES[kind])
-    functions = {
-        "masksafe": lambda logits, labels, where: ours(logits, labels, where=where),
-        "optax": cross_entropy_of_optax(CROSS_ENTROPIES[kind]),
-    }
     in_torch = mask == "none" or (mask, kind) == ("rows", "integer")
     for_torch = jnp.where(where, labels, IGNORED) if mask == "rows" else labels
     if kind == "one-hot":
         labels = for_torch = jax.nn.one_hot(labels, shape[1], dtype=dtype)
-    functions |= {"torch": cross_entropy_of_torch} if in_torch else {}
+    ours, peers = (getattr(library.losses, CROSS_ENTROPIES[kind]) for library in (masksafe, optax))
+
+    def of_optax(logits: jax.Array, labels: jax.Array, where: jax.Array | None) -> jax.Array:
+        """A mask of rows is applied as optax's users apply it: to the losses."""
+        if where is None or where.ndim == logits.ndim:
+            return peers(logits, labels, where=where)
+        return jnp.where(where, peers(logits, labels), 0)
+
+    functions = {"masksafe": lambda logits, labels, where: ours(logits, labels, where=where), "optax": of_optax}
+    if in_torch:
+        functions["torch"] = lambda *args: functional().cross_entropy(*args, ignore_index=IGNORED, reduction="none")
     return Work(functions, (logits, labels, where), torch_args=(logits, for_torch))
 
 
@@ -77,97 +64,67 @@ FLOAT32_ONLY = {"multiclass_sparsemax_loss"}  # optax's gradient fails with 16-b
 Shape = tuple[int, ...]
 
 
-def pair(shape: Shape) -> tuple[jax.Array, jax.Array]:
-    return random_normal(shape), random_normal(shape, seed=1)
+def pixels(x: jax.Array, y: jax.Array, classes: int = 1) -> tuple[Any, ...]:
+    x, y = (a.reshape(8, -1, classes) for a in (x, y))
+    return x, jax.nn.one_hot(jnp.argmax(y, -1), classes) if classes > 1 else (y > 0).astype(jnp.float32)
 
 
-def with_targets(of_targets: Callable[[jax.Array], Any], shape: Shape) -> tuple[Any, ...]:
-    x, y = pair(shape)
-    return x, of_targets(y)
-
-
-def with_labels(shape: Shape, classes: int = 0) -> tuple[Any, ...]:
-    return random_normal(shape), random_labels(shape[:1], classes or shape[1])
-
-
-def distributions(logarithms: bool, shape: Shape) -> tuple[Any, ...]:
-    x, y = (jax.nn.log_softmax(a) for a in pair(shape))
-    return x, y if logarithms else jnp.exp(y)
-
-
-def pixels(classes: int, shape: Shape) -> tuple[Any, ...]:
-    x, y = (a.reshape(8, -1, classes) for a in pair(shape))
-    truth = jax.nn.one_hot(jnp.argmax(y, -1), classes) if classes > 1 else (y > 0).astype(jnp.float32)
-    return x, truth
-
-
-def speech(shape: Shape) -> tuple[Any, ...]:
-    samples, frames, words = shape
+def speech(x: jax.Array, _: jax.Array) -> tuple[Any, ...]:
+    samples, frames, words = x.shape
     classes = 2 * words
     lengths = np.random.default_rng(0).uniform(0.5, 1, (samples, 1))
     padding = lambda n: jnp.asarray(np.arange(n) >= n * lengths, jnp.float32)  # noqa: E731
-    labels = 1 + random_labels((samples, words), classes - 1)
-    return random_normal((samples, frames, classes)), padding(frames), labels, padding(words)
+    labels = 1 + drawn.labels((samples, words), classes - 1)
+    return drawn.normal((samples, frames, classes)), padding(frames), labels, padding(words)
 
 
-TARGETS, SHARES = (functools.partial(with_targets, of) for of in (lambda y: y, jax.nn.softmax))
-BITS = functools.partial(with_targets, lambda y: (y > 0).astype(jnp.float32))
-SIGNS = functools.partial(with_targets, lambda y: 2 * (y > 0).astype(jnp.float32) - 1)
-ARGUMENTS: dict[str, Callable[[Shape], tuple[Any, ...]]] = {
-    **dict.fromkeys(("squared_error", "l2_loss", "huber_loss", "log_cosh"), TARGETS),
-    **dict.fromkeys(("cosine_similarity", "cosine_distance"), TARGETS),
-    **dict.fromkeys(("sigmoid_binary_cross_entropy", "sigmoid_focal_loss"), BITS),
-    **dict.fromkeys(("hinge_loss", "perceptron_loss"), SIGNS),
-    **dict.fromkeys(("multiclass_hinge_loss", "multiclass_perceptron_loss", "multiclass_sparsemax_loss"), with_labels),
-    "sparsemax_loss": functools.partial(with_targets, lambda y: (y > 0).astype(jnp.int32)),
-    **dict.fromkeys(("safe_softmax_cross_entropy", "poly_loss_cross_entropy", "ranking_softmax_loss"), SHARES),
-    **dict.fromkeys(
-        ("kl_divergence", "generalized_kl_divergence", "convex_kl_divergence"), functools.partial(distributions, False)
-    ),
-    "kl_divergence_with_log_targets": functools.partial(distributions, True),
-    "binary_dice_loss": functools.partial(pixels, 1),
-    **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), functools.partial(pixels, 8)),
+def divergence(x: jax.Array, y: jax.Array) -> tuple[Any, ...]:
+    return jax.nn.log_softmax(x), jnp.exp(jax.nn.log_softmax(y))
+
+
+def labelled(x: jax.Array, _: jax.Array) -> tuple[Any, ...]:
+    return x, drawn.labels(x.shape[:1], x.shape[1])
+
+
+ARGUMENTS: dict[str, Callable[[jax.Array, jax.Array], tuple[Any, ...]]] = {  # made of two arrays of random numbers
+    **dict.fromkeys(("squared_error", "l2_loss", "huber_loss", "log_cosh"), lambda x, y: (x, y)),
+    **dict.fromkeys(("cosine_similarity", "cosine_distance"), lambda x, y: (x, y)),
+    "sigmoid_binary_cross_entropy": lambda x, y: (x, (y > 0).astype(jnp.float32)),
+    "sigmoid_focal_loss": lambda x, y: (x, (y > 0).astype(jnp.float32)),
+    **dict.fromkeys(("hinge_loss", "perceptron_loss"), lambda x, y: (x, 2 * (y > 0).astype(jnp.float32) - 1)),
+    **dict.fromkeys(("multiclass_hinge_loss", "multiclass_perceptron_loss", "multiclass_sparsemax_loss"), labelled),
+    "sparsemax_loss": lambda x, y: (x, (y > 0).astype(jnp.int32)),
+    "safe_softmax_cross_entropy": lambda x, y: (x, jax.nn.softmax(y)),
+    "poly_loss_cross_entropy": lambda x, y: (x, jax.nn.softmax(y)),
+    "ranking_softmax_loss": lambda x, y: (x, jax.nn.softmax(y)),
+    **dict.fromkeys(("kl_divergence", "generalized_kl_divergence", "convex_kl_divergence"), divergence),
+    "kl_divergence_with_log_targets": lambda x, y: (jax.nn.log_softmax(x), jax.nn.log_softmax(y)),
+    "binary_dice_loss": pixels,
+    **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), functools.partial(pixels, classes=8)),
     **dict.fromkeys(("ctc_loss", "ctc_loss_with_forward_probs"), speech),
-    "ntxent": lambda shape: with_labels(shape, max(2, shape[0] // 8)),
-    "triplet_margin_loss": lambda shape: (*pair(shape), random_normal(shape, seed=2)),
-    "smooth_labels": lambda shape: (jax.nn.softmax(pair(shape)[0]), 0.1),
-    "make_fenchel_young_loss": TARGETS,
+    "ntxent": lambda x, _: (x, drawn.labels(x.shape[:1], max(2, len(x) // 8))),
+    "triplet_margin_loss": lambda x, y: (x, y, drawn.normal(x.shape, seed=2)),
+    "smooth_labels": lambda x, _: (jax.nn.softmax(x), 0.1),
+    "make_fenchel_young_loss": lambda x, y: (x, y),
 }
 
 
-def loss_of(library: Any, name: str) -> Callable[..., Any]:
-    fn = getattr(library, name)
-    return fn(jax.nn.logsumexp) if name == "make_fenchel_young_loss" else fn
-
-
-def of_optax(name: str) -> Callable[..., Any]:
-    def loss(*args: Any) -> Any:
-        import optax
-
-        return loss_of(optax.losses, name)(*args)
-
-    return loss
-
-
 def prepare(name: str, mask: str, dtype: str, shape: Shape) -> Work:
-    args = jax.tree.map(jnp.asarray, ARGUMENTS[name](shape))
+    """A mask is one of what is a loss of its own: an element or a row. optax's users select among the losses."""
+    args = jax.tree.map(jnp.asarray, ARGUMENTS[name](*(drawn.normal(shape, seed=seed) for seed in range(2))))
     args = tuple(x.astype(dtype) if x.dtype == jnp.float32 else x for x in args)
-    work = Work({"masksafe": loss_of(masksafe.losses, name), "optax": of_optax(name)}, args)
-    return work if mask == "none" else with_mask(work)
-
-
-def with_mask(work: Work) -> Work:
-    """The work with a mask of what is a loss of its own: an element or a row. optax's users select among the losses."""
-    ours, peers = work.functions["masksafe"], work.functions["optax"]
-    shape = jax.eval_shape(ours, *work.args).shape
-    dimensions = work.args[0].ndim
+    ours, peers = (getattr(library.losses, name) for library in (masksafe, optax))
+    if name == "make_fenchel_young_loss":
+        ours, peers = ours(jax.nn.logsumexp), peers(jax.nn.logsumexp)
+    if mask == "none":
+        return Work({"masksafe": ours, "optax": peers}, args)
+    shape, dimensions = jax.eval_shape(ours, *args).shape, args[0].ndim
     rows_are_whole = len(shape) == dimensions or dimensions > 2
-    where = random_bits(shape if rows_are_whole else (*shape, 1), 0.7)
     functions = {
         "masksafe": lambda *args: ours(*args[:-1], where=args[-1]),
         "optax": lambda *args: jnp.where(args[-1].reshape(shape), peers(*args[:-1]), 0),
     }
-    return Work(functions, (*work.args, where))
+    return Work(functions, (*args, drawn.bits(shape if rows_are_whole else (*shape, 1), 0.7)))
 
 
 def shape_of(name: str, size: str) -> Shape:
@@ -179,6 +136,7 @@ def at_most(name: str, shape: Shape) -> Shape:
     return tuple(map(min, shape, MOST.get(name, shape)))
 
 
+OF_CROSS_ENTROPY = cases_of(prepare_cross_entropy, SIZES_OF_CROSS_ENTROPY, grid_of(CROSS_ENTROPIES, MASKS, DTYPES))
 CASES = [
     case
     for name in ARGUMENTS
@@ -186,10 +144,7 @@ CASES = [
     if (name, size) != ("ntxent", "large")  # it would be the middle one
     for case in cases_of(prepare, {size: shape_of(name, size)}, [(name, "none", "float32", size)])
 ]
-OF_CROSS_ENTROPY = cases_of(prepare_cross_entropy, SIZES_OF_CROSS_ENTROPY, grid_of(CROSS_ENTROPIES, MASKS, DTYPES))
 BENCHMARKS = [
-    Benchmark(
-        *("cross_entropy", "Cross-entropy", (("masksafe", "optax"), ("masksafe", "torch"))), eager_too(OF_CROSS_ENTROPY)
-    ),
-    Benchmark("losses", "All losses", (("masksafe", "optax"),), eager_too(CASES, EAGER)),
+    Benchmark("cross_entropy", "Cross-entropy", against("optax", "torch"), eager_too(OF_CROSS_ENTROPY)),
+    Benchmark("losses", "All losses", against("optax"), eager_too(CASES, EAGER)),
 ]

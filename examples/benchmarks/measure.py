@@ -23,11 +23,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-PAUSE, AFTER_TORCH = 0.005, 0.05  # seconds: threads spin for a while after a run, and slow down whoever comes next
+import masksafe
+
+PAUSE = 0.05  # seconds: threads spin for a while after a run, and slow down whoever comes next
 SAMPLE = 0.002  # seconds that a timing lasts at least: a call that is shorter is repeated
 WARM = 0.1  # seconds: a longer call does not notice what the candidate before it did to the caches
 SLOW = 1  # second: a longer call is not run once more to estimate its time, and one that compiles is repeated
@@ -100,25 +103,33 @@ class Benchmark:
     budget: float = 0.7  # seconds of more rounds for each case
 
 
+def by_x(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+Grid = list[tuple[str, str, str, str]]  # of work, mask, dtype and size
+
+
 def cases_of(
-    prepare: Callable[..., Work],
-    sizes: Mapping[str, Any],
-    grid: Iterable[tuple[str, str, str, str]],
-    text: Callable[[Any], str] | None = None,
-    **fields: Any,
+    prepare: Callable[..., Work], sizes: Mapping[str, Any], grid: Grid, text: Callable[[Any], str] = by_x, **fields: Any
 ) -> list[Case]:
-    """The cases of a grid of work, mask, dtype and size; `prepare` gets the first three and the shape of the size."""
-    return [
-        Case(*of, (text or by_x)(sizes[of[3]]), functools.partial(prepare, *of[:3], sizes[of[3]]), **fields)
-        for of in grid
-    ]
+    """The cases of a grid; `prepare` gets work, mask, dtype, and the shape of the size."""
+    return [Case(*of, text(sizes[of[3]]), functools.partial(prepare, *of[:3], sizes[of[3]]), **fields) for of in grid]
 
 
-def grid_of(
-    works: Iterable[str], masks: Iterable[str], dtypes: Mapping[str, Iterable[str]]
-) -> list[tuple[str, str, str, str]]:
+def grid_of(works: Iterable[str], masks: Iterable[str], dtypes: Mapping[str, Iterable[str]]) -> Grid:
     """All works with all masks, in the sizes of each dtype."""
     return [(w, m, dtype, size) for w in works for m in masks for dtype, sizes in dtypes.items() for size in sizes]
+
+
+def sized_grid(works: Iterable[str], masks: Mapping[str, Mapping[str, Iterable[str]]]) -> Grid:
+    """All works with the masks of each dtype and size."""
+    return [(w, m, dtype, size) for w in works for dtype, of in masks.items() for size, ms in of.items() for m in ms]
+
+
+def against(*peers: str) -> tuple[tuple[str, str], ...]:
+    """The ratios of masksafe to those."""
+    return tuple(("masksafe", peer) for peer in peers)
 
 
 def eager_too(cases: Sequence[Case], works: Iterable[str] | None = None) -> list[Case]:
@@ -128,30 +139,16 @@ def eager_too(cases: Sequence[Case], works: Iterable[str] | None = None) -> list
     return [*cases, *(dataclasses.replace(case, size=f"{case.size}, eager", eager=True) for case in chosen)]
 
 
-def by_x(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
-
-
 # Timing
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds a call."""
-
-    minimum: float
-    median: float
-    rounds: int
 
 
 def measure(
     candidates: Mapping[str, Callable[[], Any]], rounds: int, budget: float = 0, clear: float = 0
-) -> dict[str, Timing]:
-    """Times the candidates for `rounds` rounds, and for more of them until `budget` seconds are over.
+) -> dict[str, list[float]]:
+    """The seconds of a call of each candidate, in `rounds` rounds, and in more of them until `budget` seconds are over.
 
     Two rounds are enough if the first candidate's least time is below `clear` times that of each other.
     """
-    pause = AFTER_TORCH if "torch" in candidates else PAUSE
     calls = {name: calls_for_a_sample(run) for name, run in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     order = random.Random(0)
@@ -159,14 +156,16 @@ def measure(
     done = 0
     while done < rounds or (done < MOST_ROUNDS and time.perf_counter() < end):
         for name in order.sample(list(candidates), len(candidates)):
-            time.sleep(pause)
-            samples[name].append(sample(candidates[name], calls[name]))
+            time.sleep(PAUSE)
+            if calls[name]:
+                candidates[name]()
+            samples[name].append(seconds_a_call(candidates[name], calls[name] or 1))
         done += 1
         if done == FEWEST_ROUNDS and clear:
             first, *others = map(min, samples.values())
             if others and first < clear * min(others):
                 break
-    return {name: Timing(min(s), statistics.median(s), len(s)) for name, s in samples.items()}
+    return samples
 
 
 def calls_for_a_sample(run: Callable[[], Any]) -> int:
@@ -175,12 +174,6 @@ def calls_for_a_sample(run: Callable[[], Any]) -> int:
     if seconds < SLOW:
         seconds = seconds_a_call(run, 1)  # without what is compiled or allocated once
     return 0 if seconds > WARM else math.ceil(SAMPLE / max(seconds, 1e-6))
-
-
-def sample(run: Callable[[], Any], calls: int) -> float:
-    if calls:
-        run()
-    return seconds_a_call(run, calls or 1)
 
 
 def seconds_a_call(run: Callable[[], Any], calls: int) -> float:
@@ -202,26 +195,21 @@ def row_of(benchmark: str, case: Case, what: str, candidate: str, **figures: Any
     return Row(benchmark=benchmark, **columns, what=what, candidate=candidate, **figures, **environment_now())
 
 
-def environment_now() -> dict[str, str]:
-    date, python = datetime.date.today().isoformat(), platform.python_version()
-    return {"date": date, "machine": machine(), "python": python, "versions": versions()}
-
-
 def measure_case(benchmark: str, case: Case, rounds: int, budget: float, clear: float = 0) -> Iterator[Row]:
     """The rows of a case. Candidates whose library is not installed have none."""
     work = case.prepare()
     for what in case.passes:
         names = [name for name in work.functions if is_installed(name)]
         found = {name: work.candidate(name, gradient=what == GRADIENT, eager=case.eager) for name in names}
-        timings = measure({name: candidate.run for name, candidate in found.items()}, rounds, budget, clear)
+        samples = measure({name: candidate.run for name, candidate in found.items()}, rounds, budget, clear)
         for name, candidate in found.items():
             program = {"temporary_bytes": candidate.temporary_bytes, "compile_s": candidate.compile_seconds}
-            yield row_of(benchmark, case, what, name, **milliseconds(timings[name]), **program)
+            yield row_of(benchmark, case, what, name, **figures_of(samples[name]), **program)
 
 
-def milliseconds(timing: Timing) -> dict[str, Any]:
-    times = {"minimum_ms": timing.minimum, "median_ms": timing.median}
-    return {"rounds": timing.rounds} | {name: float(f"{1e3 * x:.4g}") for name, x in times.items()}
+def figures_of(seconds: Sequence[float]) -> dict[str, Any]:
+    times = {"minimum_ms": min(seconds), "median_ms": statistics.median(seconds)}
+    return {"rounds": len(seconds)} | {name: float(f"{1e3 * x:.4g}") for name, x in times.items()}
 
 
 def is_installed(name: str) -> bool:
@@ -230,38 +218,38 @@ def is_installed(name: str) -> bool:
 
 
 @functools.cache
-def machine() -> str:
+def environment_now() -> dict[str, str]:
+    """The day, the machine, and the versions."""
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text().splitlines() if cpus.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{(models or [platform.machine()])[0]}, {os.cpu_count()} cores, {platform.system()}"
-
-
-@functools.cache
-def versions() -> str:
-    packages = [name for name in ("masksafe", "jax", "numpy", *OPTIONAL) if importlib.util.find_spec(name)]
-    return ", ".join(f"{name} {version(name)}" for name in packages)
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return str(importlib.import_module(package).__version__)
+    packages = [name for name in ("jax", "numpy", *OPTIONAL) if importlib.util.find_spec(name)]
+    versions = {"masksafe": masksafe.__version__} | {name: importlib.metadata.version(name) for name in packages}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{(models or [platform.machine()])[0]}, {os.cpu_count()} cores, {platform.system()}",
+        "python": platform.python_version(),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
 
 
 # Candidates
 
 
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
 def in_jax(
-    step: Callable[..., Any], args: tuple[Any, ...], *, eager: bool = False, context: Context = contextlib.nullcontext
+    step: Callable[..., Any], args: tuple[Any, ...], *, eager: bool = False, context: Any = contextlib.nullcontext
 ) -> Candidate:
-    """A call of the function, jitted unless it is eager, within the context."""
+    """A call of the function, jitted unless it is eager, within what `context` makes."""
+
+    def called(fn: Callable[..., Any]) -> Callable[[], None]:
+        def run() -> None:
+            with context():
+                jax.block_until_ready(fn(*args))
+
+        return run
+
     if eager:
-        return Candidate(called(step, args, context))
+        return Candidate(called(step))
     seconds = []
     while not seconds or (seconds[-1] > SLOW and len(seconds) < 2):  # the machine may have paused: once more
         # A new function each time: JAX would find the program of an earlier case, and compiling it would take no time.
@@ -270,16 +258,7 @@ def in_jax(
         with context():
             program = jitted.lower(*args).compile()
         seconds.append(time.perf_counter() - start)
-    temporary_bytes = program.memory_analysis().temp_size_in_bytes
-    return Candidate(called(jitted, args, context), temporary_bytes, round(min(seconds), 3))
-
-
-def called(fn: Callable[..., Any], args: tuple[Any, ...], context: Context) -> Callable[[], None]:
-    def run() -> None:
-        with context():
-            jax.block_until_ready(fn(*args))
-
-    return run
+    return Candidate(called(jitted), program.memory_analysis().temp_size_in_bytes, round(min(seconds), 3))
 
 
 def pulled_back(
@@ -287,7 +266,7 @@ def pulled_back(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The value and the gradient of its product with random numbers, as a function and its arguments."""
     shapes = jax.eval_shape(fn, *args)
-    cotangents = jax.tree.map(lambda leaf: random_normal(leaf.shape, leaf.dtype, 1), shapes)
+    cotangents = jax.tree.map(lambda leaf: drawn.normal(leaf.shape, leaf.dtype, 1), shapes)
     return with_gradient(fn, leaves), (cotangents, *args)
 
 
@@ -302,8 +281,12 @@ def with_gradient(fn: Callable[..., Any], leaves: int) -> Callable[..., Any]:
 
 
 def in_torch(fn: Callable[..., Any], args: tuple[Any, ...], leaves: int, *, gradient: bool) -> Candidate:
-    """The same in torch, without its compiler."""
+    """The same in torch, without its compiler. Labels are wide there."""
     import torch
+
+    def as_tensor(x: Any) -> Any:
+        dtype = getattr(torch, "int64" if jnp.issubdtype(x.dtype, jnp.integer) else str(x.dtype))
+        return torch.from_numpy(np.array(x if x.dtype != jnp.bfloat16 else x.astype(jnp.float32))).to(dtype)
 
     tensors = [as_tensor(x).requires_grad_(gradient and i < leaves) for i, x in enumerate(args)]
     if not gradient:
@@ -312,44 +295,8 @@ def in_torch(fn: Callable[..., Any], args: tuple[Any, ...], leaves: int, *, grad
     return Candidate(lambda: torch.autograd.grad(fn(*tensors), tensors[:leaves], cotangent))
 
 
-def as_tensor(x: Any) -> Any:
-    """A tensor of the same dtype, but that of labels, which torch wants wide."""
+def functional() -> Any:
+    """The functions of torch, which need not be installed, and take seconds to import."""
     import torch
 
-    dtype = getattr(torch, "int64" if jnp.issubdtype(x.dtype, jnp.integer) else str(x.dtype))
-    return torch.from_numpy(np.array(x if x.dtype != jnp.bfloat16 else x.astype(jnp.float32))).to(dtype)
-
-
-# Arrays. Where only their shapes are wanted, in `jax.eval_shape`, nothing is drawn.
-
-
-def random_normal(shape: Sequence[int], dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
-    if is_traced():
-        return jnp.zeros(shape, dtype)
-    if jax.default_backend() == "gpu":  # in arrays of its size NumPy would take longer than all that is timed
-        return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
-    return jnp.asarray(_drawn(tuple(shape), seed), dtype)
-
-
-@functools.lru_cache(maxsize=2)  # the cotangents of all candidates are the same
-def _drawn(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
-
-
-def random_bits(shape: Sequence[int], fraction: float, seed: int = 0) -> jax.Array:
-    """Booleans, of which that fraction is True."""
-    if is_traced():
-        return jnp.zeros(shape, bool)
-    if jax.default_backend() == "gpu":
-        return jax.random.bernoulli(jax.random.key(seed), fraction, shape)
-    return jnp.asarray(np.random.default_rng(seed).random(shape, np.float32) < fraction)
-
-
-def random_labels(shape: Sequence[int], classes: int, seed: int = 0) -> jax.Array:
-    if is_traced():
-        return jnp.zeros(shape, jnp.int32)
-    return jnp.asarray(np.random.default_rng(seed).integers(classes, size=shape), jnp.int32)
-
-
-def is_traced() -> bool:
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    return torch.nn.functional

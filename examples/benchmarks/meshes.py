@@ -14,7 +14,7 @@ device, and shares no memory. `exchanges.py` says what a device receives from th
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ if "jax" not in sys.modules:  # which reads it once
     number = f"--xla_force_host_platform_device_count={RING_DEVICES}"
     os.environ["XLA_FLAGS"] = f"{number} {os.environ.get('XLA_FLAGS', '')}"
 
+import drawn  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import linear  # noqa: E402
@@ -31,8 +32,7 @@ import optax  # noqa: E402
 from command import main  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
-from measure import Benchmark, Candidate, Work, cases_of, in_jax, pulled_back, random_bits, random_labels  # noqa: E402
-from measure import random_normal as normal  # noqa: E402
+from measure import Benchmark, Candidate, Work, cases_of, grid_of, in_jax, pulled_back  # noqa: E402
 
 import masksafe  # noqa: E402
 
@@ -44,7 +44,6 @@ LINEAR = {  # how features, kernel, labels and mask are split
     "tokens": (P(AXIS), P(), P(AXIS), P(AXIS)),
     "classes": (P(), P(None, AXIS), P(), P()),
 }
-BY_ROW = {"rows": (P(AXIS),)}
 ROWS = {"tiny": (64, 128), "large": (4096, 1024)}  # rows, and classes or features
 ATTENTION = {"batch": P(AXIS), "heads": P(None, None, AXIS)}
 ON_EXPLICIT_AXES = ("masksafe", "shard_map")
@@ -76,32 +75,21 @@ def put(mesh: Mesh, args: Sequence[Any], specs: Sequence[P]) -> tuple[Any, ...]:
     return tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True))
 
 
-def in_shard_map(fn: Callable[..., Any], specs: tuple[P, ...], out: P) -> Callable[..., Any]:
-    return lambda *args: jax.shard_map(fn, in_specs=specs, out_specs=out)(*args)
-
-
-def linear_of_tokens(features: jax.Array, kernel: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
-    loss = masksafe.losses.linear_softmax_cross_entropy(features, kernel, labels, where=mask, reduction="sum")
-    total, count = jax.lax.psum((loss, jnp.sum(mask)), AXIS)
-    return total / jnp.maximum(count, 1)
-
-
-def linear_of_classes(features: jax.Array, kernel: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
-    return masksafe.losses.linear_softmax_cross_entropy(features, kernel, labels, where=mask, axis_name=AXIS)
-
-
-def split_of(work: str) -> str:
-    return work.split(", ")[1]
-
-
 def prepare_linear(work: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
-    (tokens, width, classes), split = sizes, split_of(work)
-    args = normal((tokens, width)), normal((width, classes), seed=1) / width**0.5
-    args = *args, random_labels((tokens,), classes), random_bits((tokens,), UNMASKED)
-    by_hand = linear_of_tokens if split == "tokens" else linear_of_classes
+    (tokens, width, classes), split = sizes, work.split(", ")[1]
+    args = drawn.normal((tokens, width)), drawn.normal((width, classes), seed=1) / width**0.5
+    args = *args, drawn.labels((tokens,), classes), drawn.bits((tokens,), UNMASKED)
+
+    def by_hand(features: jax.Array, kernel: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
+        loss = functools.partial(masksafe.losses.linear_softmax_cross_entropy, features, kernel, labels, where=mask)
+        if split == "classes":
+            return loss(axis_name=AXIS)
+        total, count = jax.lax.psum((loss(reduction="sum"), jnp.sum(mask)), AXIS)
+        return total / jnp.maximum(count, 1)
+
     functions = {
         "masksafe": linear.of_masksafe,
-        "shard_map": in_shard_map(by_hand, LINEAR[split], P()),
+        "shard_map": lambda *args: jax.shard_map(by_hand, in_specs=LINEAR[split], out_specs=P())(*args),
         "automatic": linear.of_masksafe,
         "optax": linear.of_optax,
     }
@@ -110,34 +98,34 @@ def prepare_linear(work: str, mask: str, dtype: str, sizes: tuple[int, int, int]
 
 def prepare_attention(work: str, mask: str, dtype: str, shape: tuple[int, ...]) -> Work:
     ours = functools.partial(masksafe.dot_product_attention, is_causal=True)
-    specs = (ATTENTION[split_of(work)],) * 3
+    specs = (ATTENTION[work.split(", ")[1]],) * 3
     functions = {
         "masksafe": ours,
-        "shard_map": in_shard_map(ours, specs, specs[0]),
+        "shard_map": lambda *args: jax.shard_map(ours, in_specs=specs, out_specs=specs[0])(*args),
         "automatic": ours,
         "jax.nn": functools.partial(jax.nn.dot_product_attention, is_causal=True),
     }
-    return OnMesh(functions, tuple(normal(shape, seed=i) for i in range(3)), leaves=3, specs=specs)
+    return OnMesh(functions, tuple(drawn.normal(shape, seed=i) for i in range(3)), leaves=3, specs=specs)
 
 
 def prepare_cross_entropy(work: str, mask: str, dtype: str, shape: tuple[int, ...]) -> Work:
-    args = normal(shape), jax.nn.softmax(normal(shape, seed=1))
+    args = drawn.normal(shape), jax.nn.softmax(drawn.normal(shape, seed=1))
     ours = masksafe.losses.softmax_cross_entropy
     functions = {"masksafe": ours, "automatic": ours, "optax": optax.losses.softmax_cross_entropy}
-    return OnMesh(functions, args, leaves=1, specs=BY_ROW[split_of(work)] * 2)
+    return OnMesh(functions, args, leaves=1, specs=(P(AXIS), P(AXIS)))
 
 
 def prepare_layer_norm(work: str, mask: str, dtype: str, shape: tuple[int, ...]) -> Work:
-    args = normal(shape), *(normal(shape[1:], seed=seed) for seed in (1, 2))
+    args = drawn.normal(shape), *(drawn.normal(shape[1:], seed=seed) for seed in (1, 2))
     of_flax = normalization.of_flax("layer norm", -1)
     functions = {"masksafe": masksafe.layer_norm, "automatic": masksafe.layer_norm}
     functions["flax"] = lambda x, *params: of_flax(x, None, *params)
-    return OnMesh(functions, args, leaves=3, specs=(*BY_ROW[split_of(work)], P(), P()))
+    return OnMesh(functions, args, leaves=3, specs=(P(AXIS), P(), P()))
 
 
 # Ring attention
 
-RING, GATHERED = CANDIDATES = ("ring", "gathered")
+RING, GATHERED = ("ring", "gathered")
 SIZES_OF_RING = {"tiny": (1, 256, 2, 64), "large": (1, 8192, 4, 64)}  # batch, time, heads, width
 WINDOW = 512
 MASKS = {
@@ -149,54 +137,47 @@ MASKS = {
 IN_TIME = P(None, "time")
 
 
-def ring(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array | None, **mask: Any) -> jax.Array:
-    both = {"query_positions": positions, "key_positions": positions}
-    return masksafe.dot_product_attention(query, key, value, axis_name="time", **mask, **both)
-
-
-def gathered(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array | None, **mask: Any) -> jax.Array:
-    def all_of(x: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(x, "time", axis=1, tiled=True)
-
-    own = {"causal_offset": jax.lax.axis_index("time") * query.shape[1]}
-    if positions is not None:
-        own = {"query_positions": positions, "key_positions": all_of(positions)}
-    elif not mask:
-        own = {}
-    return masksafe.dot_product_attention(query, all_of(key), all_of(value), **mask, **own)
-
-
-def split(attention: Callable[..., jax.Array], mask: str) -> Callable[..., jax.Array]:
-    """`attention` with time split over the devices, as a function of whole arrays."""
-
-    def local(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        positions = None
-        if "zigzag" in mask:
-            order = masksafe.zigzag(jnp.arange(query.shape[1] * RING_DEVICES, dtype=jnp.int32)[None], RING_DEVICES)
-            start = jax.lax.axis_index("time") * query.shape[1]
-            positions = jax.lax.dynamic_slice_in_dim(order, start, query.shape[1], 1)
-        return attention(query, key, value, positions, **MASKS[mask])
-
-    return jax.shard_map(local, mesh=mesh_of(AxisType.Auto, RING_DEVICES, "time"), in_specs=IN_TIME, out_specs=IN_TIME)
-
-
 def prepare_ring(work: str, mask: str, dtype: str, shape: tuple[int, ...]) -> Work:
     """The same arrays in each order of time: what they hold is random."""
-    place = NamedSharding(mesh_of(AxisType.Auto, RING_DEVICES, "time"), IN_TIME)
-    args = tuple(jax.device_put(normal(shape, seed=seed), place) for seed in range(3))
-    return Work({RING: split(ring, mask), GATHERED: split(gathered, mask)}, args, leaves=3)
+    mesh = mesh_of(AxisType.Auto, RING_DEVICES, "time")
+    attention = functools.partial(masksafe.dot_product_attention, **MASKS[mask])
+
+    def positions_of(query: jax.Array) -> jax.Array | None:
+        if "zigzag" not in mask:
+            return None
+        order = masksafe.zigzag(jnp.arange(query.shape[1] * RING_DEVICES, dtype=jnp.int32)[None], RING_DEVICES)
+        start = jax.lax.axis_index("time") * query.shape[1]
+        return jax.lax.dynamic_slice_in_dim(order, start, query.shape[1], 1)
+
+    def ring(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        positions = positions_of(query)
+        both = {"query_positions": positions, "key_positions": positions}
+        return attention(query, key, value, axis_name="time", **both)
+
+    def gathered(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        all_of = functools.partial(jax.lax.all_gather, axis_name="time", axis=1, tiled=True)
+        own, positions = {}, positions_of(query)
+        if positions is not None:
+            own = {"query_positions": positions, "key_positions": all_of(positions)}
+        elif MASKS[mask]:
+            own = {"causal_offset": jax.lax.axis_index("time") * query.shape[1]}
+        return attention(query, all_of(key), all_of(value), **own)
+
+    split = functools.partial(jax.shard_map, mesh=mesh, in_specs=IN_TIME, out_specs=IN_TIME)
+    args = put(mesh, [drawn.normal(shape, seed=seed) for seed in range(3)], [IN_TIME] * 3)
+    return Work({RING: split(ring), GATHERED: split(gathered)}, args, leaves=3)
 
 
 CASES = [
     case
     for work, mask, splits, shapes, prepare in (
-        ("one-hot cross-entropy", "none", BY_ROW, ROWS, prepare_cross_entropy),
-        ("layer norm", "none", BY_ROW, ROWS, prepare_layer_norm),
+        ("one-hot cross-entropy", "none", ["rows"], ROWS, prepare_cross_entropy),
+        ("layer norm", "none", ["rows"], ROWS, prepare_layer_norm),
         ("linear", "75 % of tokens", LINEAR, SIZES, prepare_linear),
         ("attention", "causal", ATTENTION, SHAPES, prepare_attention),
     )
     for case in cases_of(
-        prepare, shapes, [(f"{work}, {split}", mask, "float32", s) for split in splits for s in shapes]
+        prepare, shapes, grid_of([f"{work}, {split}" for split in splits], [mask], {"float32": shapes})
     )
 ]
 OF_RING = cases_of(prepare_ring, SIZES_OF_RING, [("attention", m, "float32", s) for s in SIZES_OF_RING for m in MASKS])

@@ -6,9 +6,11 @@ The gradients are those of input, scale and bias. torch has no masks.
 from collections.abc import Callable
 from typing import Any
 
+import drawn
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from measure import Benchmark, Work, by_x, cases_of, eager_too, random_bits, random_normal
+from measure import Benchmark, Work, against, by_x, cases_of, eager_too, functional
 
 import masksafe
 
@@ -48,58 +50,45 @@ def of_masksafe(work: str, axis: int) -> Callable[..., jax.Array]:
 
 def of_flax(work: str, axis: int) -> Callable[..., jax.Array]:
     def norm(x: jax.Array, where: jax.Array | None, *params: jax.Array) -> jax.Array:
-        import flax.linen as nn
-
         names = {"params": dict(zip(("scale", "bias"), params, strict=False))}
+        of = {"epsilon": EPSILON, "dtype": x.dtype}
         if work == "group norm":
             mask = None if where is None else jnp.broadcast_to(where, x.shape)
-            return nn.GroupNorm(GROUPS, epsilon=EPSILON, dtype=x.dtype).apply(names, x, mask=mask)
+            return nn.GroupNorm(GROUPS, **of).apply(names, x, mask=mask)
         if work == "batch norm":
             averages = {"batch_stats": {"mean": jnp.zeros(x.shape[-1]), "var": jnp.ones(x.shape[-1])}}
-            layer = nn.BatchNorm(use_running_average=False, epsilon=EPSILON, dtype=x.dtype)
+            layer = nn.BatchNorm(use_running_average=False, **of)
             return layer.apply(names | averages, x, mask=where, mutable="batch_stats")[0]
         layer = {"layer norm": nn.LayerNorm, "RMS norm": nn.RMSNorm}[work]
-        return layer(EPSILON, dtype=x.dtype, reduction_axes=axis, feature_axes=axis).apply(names, x, mask=where)
+        return layer(reduction_axes=axis, feature_axes=axis, **of).apply(names, x, mask=where)
 
     return norm
 
 
 def of_torch(work: str, axis: int) -> Callable[..., Any]:
     def norm(x: Any, *params: Any) -> Any:
-        import torch
-
-        if work in ("batch norm", "group norm"):
-            channels_second = x.movedim(-1, 1)
-            if work == "group norm":
-                return torch.nn.functional.group_norm(channels_second, GROUPS, *params, eps=EPSILON).movedim(1, -1)
-            of_batch = torch.nn.functional.batch_norm(channels_second, None, None, *params, training=True, eps=EPSILON)
-            return of_batch.movedim(1, -1)
-        fn = {"layer norm": torch.nn.functional.layer_norm, "RMS norm": torch.nn.functional.rms_norm}[work]
-        moved = x.movedim(axis, -1)
-        return fn(moved, moved.shape[-1:], *params, eps=EPSILON).movedim(-1, axis)
+        torch, of, moved = functional(), {"eps": EPSILON}, x.movedim(axis, -1)
+        if work == "batch norm":
+            return torch.batch_norm(x.movedim(-1, 1), None, None, *params, training=True, **of).movedim(1, -1)
+        if work == "group norm":
+            return torch.group_norm(x.movedim(-1, 1), GROUPS, *params, **of).movedim(1, -1)
+        fn = torch.layer_norm if work == "layer norm" else torch.rms_norm
+        return fn(moved, moved.shape[-1:], *params, **of).movedim(-1, axis)
 
     return norm
 
 
-def make_mask(mask: str, shape: tuple[int, ...], axis: int) -> jax.Array | None:
-    if mask == "none":
-        return None
-    if mask == "rows":  # or positions
-        shape = tuple(1 if a == axis % len(shape) else n for a, n in enumerate(shape))
-    return random_bits(shape, 0.7)
-
-
 def prepare(work: str, mask: str, dtype: str, sizes: tuple[tuple[int, ...], int]) -> Work:
     shape, axis = sizes
-    x, where = random_normal(shape, dtype), make_mask(mask, shape, axis)
-    params = [jnp.ones(shape[axis], dtype)] * (1 if work == "RMS norm" else 2)
+    one_of_each = tuple(1 if a == axis % len(shape) else n for a, n in enumerate(shape))  # row or position
+    where = {"none": None, "rows": drawn.bits(one_of_each, 0.7), "elements": drawn.bits(shape, 0.7)}[mask]
+    leaves = drawn.normal(shape, dtype), *[jnp.ones(shape[axis], dtype)] * (1 if work == "RMS norm" else 2)
     with_mask_last = lambda norm: lambda x, *rest: norm(x, rest[-1], *rest[:-1])  # noqa: E731
     functions = {"masksafe": with_mask_last(of_masksafe(work, axis)), "flax": with_mask_last(of_flax(work, axis))}
     functions |= {"torch": of_torch(work, axis)} if mask == "none" else {}
-    leaves = x, *params
     return Work(functions, (*leaves, where), leaves=len(leaves), torch_args=leaves)
 
 
 GRID = [(work, mask, dtype, s) for (work, dtype), sizes in SIZES_OF.items() for mask in MASKS for s in sizes]
 CASES = cases_of(prepare, SIZES, GRID, lambda sizes: by_x(sizes[0]))
-BENCHMARKS = [Benchmark("normalization", "Norms", (("masksafe", "flax"), ("masksafe", "torch")), eager_too(CASES))]
+BENCHMARKS = [Benchmark("normalization", "Norms", against("flax", "torch"), eager_too(CASES))]

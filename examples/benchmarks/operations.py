@@ -48,45 +48,32 @@ def name_of(case: Case | Row) -> str:
     return case.work if case.size == "large" else f"{case.work}, {case.size}"
 
 
-def sorted_pairs(rows: Sequence[Row]) -> list[Pair]:
-    """The most operations in units of the peer's first."""
-    return sorted(pairs(rows), key=lambda pair: pair.of("operations"), reverse=True)
+def table(rows: Sequence[Row], least: float = 0) -> str:
+    """A line for each op, of the mask under which the operations of its gradient have the largest ratio.
 
-
-def of_both(pair: Pair | None, figure: str) -> list[str]:
-    """The figure of both programs, and its ratio."""
-    if pair is None:
-        return [NOTHING, NOTHING]
-    both = [getattr(row, figure) for row in (pair.row, pair.peer)]
-    texts = [number(x) if isinstance(x, float) else str(x) for x in both]
-    return [" / ".join(texts), ratio_text(pair.of(figure))]
-
-
-HEADER = ["op", "against", "mask", "operations: value", "ratio", "with gradient", "ratio"]
-HEADER += ["instructions", "ratio", "seconds", "ratio"]
-
-
-def lines_of(found: Sequence[Pair]) -> list[list[str]]:
-    """A line for each op, of the mask under which the operations of its gradient have the largest ratio."""
+    The largest ratios come first, and only those above the least.
+    """
+    found = sorted(pairs(rows), key=lambda pair: pair.of("operations"), reverse=True)
     of_case = {(name_of(p.row), p.peer.candidate, p.row.mask, p.row.what): p for p in found}
     worst: dict[tuple[str, str], Pair] = {}
-    for pair in found:  # the largest ratio comes first
-        if pair.row.what == GRADIENT:
+    for pair in found:
+        if pair.row.what == GRADIENT and pair.of("operations") > least:
             worst.setdefault((name_of(pair.row), pair.peer.candidate), pair)
     lines = []
     for (name, peer), pair in worst.items():
         value = of_case.get((name, peer, pair.row.mask, VALUE))
-        cells = [of_both(value, "operations"), *(of_both(pair, figure) for figure in FIGURES)]
-        lines.append([name, peer, pair.row.mask, *(cell for both in cells for cell in both)])
-    return lines
+        cells = [value.both("operations"), ratio_text(value.of("operations"))] if value else [NOTHING, NOTHING]
+        for figure in FIGURES:
+            cells += [pair.both(figure, number if figure == "seconds" else str), ratio_text(pair.of(figure))]
+        lines.append([name, peer, pair.row.mask, *cells])
+    header = ["op", "against", "mask", "operations: value", "ratio", "with gradient", "ratio"]
+    return as_markdown([*header, "instructions", "ratio", "seconds", "ratio"], lines)
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What stands on the page: how many programs are larger, and the table."""
-    found = sorted_pairs(rows)
+    """What stands on the page: how many programs are larger, and the table of those."""
+    found = pairs(rows)
     twice = sum(pair.of("operations") > 2 for pair in found)
     text = f"Of {len(found)} programs {twice} have more than twice the operations of the other library's."
-    ratio = HEADER.index("with gradient") + 1
-    of_worst = [line for line in lines_of(found) if float(line[ratio].strip("*")) > 2]
     link = "[All figures as CSV](../benchmarks/compiled/cpu.csv)"
-    return "\n\n".join([f"Measured {environment(rows)}.", text, as_markdown(HEADER, of_worst), link])
+    return "\n\n".join([f"Measured {environment(rows)}.", text, table(rows, least=2), link])

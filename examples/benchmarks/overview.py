@@ -5,7 +5,7 @@ Figures of the newest jax come first, those of the oldest that is supported foll
 
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import results
@@ -40,6 +40,10 @@ FLOAT32, BFLOAT16 = "float32", "bfloat16"
 INTEGER, LINEAR = ("cross_entropy", "integer"), ("linear_cross_entropy", "linear")
 ATTENTION, DECODER = ("attention", "attention"), ("decoder", "decoder")
 LOG_PROBS, DIVERGENCE = ("linear_log_probs", "log p, entropy"), ("linear_kl_divergence", "forward")
+CAUSAL = Headline(*ATTENTION, "causal", FLOAT32, "long", "jax.nn", "attention, causal, length 4096", True)
+IN_TORCH = CAUSAL._replace(peer="torch", is_compiled=False)
+PACKED = CAUSAL._replace(mask="8 segments", text="attention, 8 packed segments, length 4096")
+OF_12_LAYERS = Headline(*DECODER, "none", FLOAT32, "large", "flax", "decoder of 12 layers")
 HEADLINES = [
     Headline(*INTEGER, "none", FLOAT32, "large", "optax", "cross-entropy, integer labels", True),
     Headline(*INTEGER, "rows", FLOAT32, "large", "optax", "cross-entropy, half of the rows masked", True),
@@ -48,33 +52,21 @@ HEADLINES = [
     Headline(*LINEAR, "60 % of tokens", FLOAT32, "large", "optax", "linear layer and cross-entropy, 60 % masked"),
     Headline(*LOG_PROBS, "none", FLOAT32, "large", "jax.nn", "linear layer, log-probabilities and entropies", True),
     Headline(*DIVERGENCE, "none", FLOAT32, "large", "optax", "KL divergence of two linear layers"),
-    Headline(*ATTENTION, "causal", FLOAT32, "long", "jax.nn", "attention, causal, length 4096", True),
-    Headline(*ATTENTION, "causal", FLOAT32, "long", "torch", "attention, causal, length 4096"),
-    Headline(*ATTENTION, "8 segments", FLOAT32, "long", "jax.nn", "attention, 8 packed segments, length 4096", True),
+    CAUSAL,
+    IN_TORCH,
+    PACKED,
     Headline(*ATTENTION, "none", FLOAT32, "many short", "jax.nn", "attention, 64 samples of length 64", True),
     Headline("normalization", "layer norm", "none", FLOAT32, "large", "flax", "layer norm", True),
-    Headline(*DECODER, "none", FLOAT32, "large", "flax", "decoder of 12 layers"),
+    OF_12_LAYERS,
     Headline(*DECODER, "packed", FLOAT32, "large", "flax", "decoder of 12 layers, packed documents", True),
 ]
-FACTS = [
-    Headline(
-        *(*ATTENTION, "causal", FLOAT32, "long", "jax.nn"),
-        "Causal attention, length 4096: {ours} MiB of temporary memory for `jax.nn`'s {theirs}, {ratio} of its time"
-        " ({times}).",
-    ),
-    Headline(
-        *(*ATTENTION, "8 segments", FLOAT32, "long", "jax.nn"),
-        "Eight packed documents: {ratio} of the time ({times}).",
-    ),
-    Headline(
-        *(*DECODER, "none", FLOAT32, "large", "flax"),
-        "Decoder of 12 layers: {ours} MiB for flax's {theirs}, {ratio} of its time.",
-    ),
-    Headline(
-        *(*ATTENTION, "causal", FLOAT32, "long", "torch"),
-        "torch's CPU kernels are faster: that attention takes {ratio} times as long.",
-    ),
-]
+FACTS = {  # for the README
+    CAUSAL: "Causal attention, length 4096: {ours} MiB of temporary memory for `jax.nn`'s {theirs}, {ratio} of its time"
+    " ({times}).",
+    PACKED: "Eight packed documents: {ratio} of the time ({times}).",
+    OF_12_LAYERS: "Decoder of 12 layers: {ours} MiB for flax's {theirs}, {ratio} of its time.",
+    IN_TORCH: "torch's CPU kernels are faster: that attention takes {ratio} times as long.",
+}
 CURVES = {"causal": "causal", "8 segments": "8 packed documents"}  # masks of the picture of the landing page
 
 
@@ -120,53 +112,41 @@ def headlines(rows: Sequence[Row], older: Sequence[Row]) -> str:
         memory = " / ".join(mebibytes(passes[GRADIENT])) if GRADIENT in passes else NOTHING
         lines.append([f"{line.text} ({shape})", line.peer, *cells, NOTHING if NOTHING in memory else memory])
     table = as_markdown(["work", "against", "time: value", "with gradient", "MiB: masksafe / the other"], lines)
-    of_both = (
-        [row for _, passes in found for pair in passes.values() for row in (pair.row, pair.peer)]
-        for found in (newest, before.items())
-    )
+    of_both = ([r for _, passes in of for pair in passes.values() for r in pair] for of in (newest, before.items()))
     return "\n\n".join([measured(*of_both, ALL_PACKAGES), table])
 
 
 def mebibytes(pair: Pair) -> list[str]:
-    sizes = pair.row.temporary_bytes, pair.peer.temporary_bytes
+    sizes = (row.temporary_bytes for row in pair)
     return [NOTHING if size is None else f"{size / results.MIB:.0f}" for size in sizes]
 
 
 def by_length(rows: Sequence[Row]) -> dict[tuple[str, str], list[Point]]:
     """Of attention with its gradient in float32: length, milliseconds and MiB of one sequence, by library and mask."""
-    kind = *ATTENTION, FLOAT32, GRADIENT, False
-    measured = [r for r in rows if (r.benchmark, r.work, r.dtype, r.what, r.eager) == kind and r.mask in CURVES]
-    points = {
-        (peer, CURVES[mask]): sorted(filter(None, map(point_of, found)))
-        for (peer, mask), found in grouped(measured, lambda r: (r.candidate, r.mask)).items()
-    }
-    return {curve: found for curve, found in points.items() if found}
-
-
-def point_of(row: Row) -> Point | None:
-    """Nothing of short sequences, whose time is that of the dispatch."""
-    samples, queries, keys = map(int, row.shape.split("x"))
-    if queries != keys or queries < SHORTEST_OF_PICTURE:
-        return None
-    memory = None if row.temporary_bytes is None else row.temporary_bytes / results.MIB / samples
-    return keys, row.minimum_ms / samples, memory
+    kind, curves = (*ATTENTION, FLOAT32, GRADIENT, False), {}
+    for row in rows:
+        if (row.benchmark, row.work, row.dtype, row.what, row.eager) == kind and row.mask in CURVES:
+            samples, queries, keys = map(int, row.shape.split("x"))
+            if queries == keys >= SHORTEST_OF_PICTURE:  # the time of a shorter one is that of the dispatch
+                memory = None if row.temporary_bytes is None else row.temporary_bytes / results.MIB / samples
+                points = curves.setdefault((row.candidate, CURVES[row.mask]), [])
+                points.append((keys, row.minimum_ms / samples, memory))
+    return {curve: sorted(points) for curve, points in curves.items()}
 
 
 def facts(rows: Sequence[Row]) -> str:
     """A few sentences on gradients. Times are the least ones, which a disturbed machine changes least."""
-    of_gradients = [pair for pair in pairs(rows) if pair.row.what == GRADIENT]
-    found = [(pair, line.text) for line in FACTS for pair in filter(line.is_of, of_gradients)]
-    lines = [textwrap.fill(f"- {text.format(**figures(pair))}", 120, subsequent_indent="  ") for pair, text in found]
-    of_both = [row for pair, _ in found for row in (pair.row, pair.peer)]
-    intro = f"[Measured](docs/performance/index.md) with gradients, {environment(of_both, ('jax', 'torch'))}:"
+    lines, told = [], []
+    for line, sentence in FACTS.items():
+        for pair in filter(line.is_of, pairs(rows)):
+            if pair.row.what == GRADIENT:
+                ours, theirs = mebibytes(pair)
+                times = " / ".join(f"{row.minimum_ms / 1e3:.2f} s" for row in pair)
+                text = sentence.format(ours=ours, theirs=theirs, ratio=f"{pair.minimum:.2f}", times=times)
+                lines.append(textwrap.fill(f"- {text}", 120, subsequent_indent="  "))
+                told += pair
+    intro = f"[Measured](docs/performance/index.md) with gradients, {environment(told, ('jax', 'torch'))}:"
     return "\n\n".join([textwrap.fill(intro, 120, break_on_hyphens=False), "\n".join(lines)])
-
-
-def figures(pair: Pair) -> dict[str, str]:
-    """What the sentences say of a case."""
-    ours, theirs = mebibytes(pair)
-    times = " / ".join(f"{row.minimum_ms / 1e3:.2f} s" for row in (pair.row, pair.peer))
-    return {"ours": ours, "theirs": theirs, "ratio": f"{pair.minimum:.2f}", "times": times}
 
 
 def libraries(rows: Sequence[Row], older: Sequence[Row]) -> str:
@@ -182,12 +162,12 @@ def libraries(rows: Sequence[Row], older: Sequence[Row]) -> str:
 
 def mean_and_above(newest: dict[tuple, list[Pair]], before: dict[tuple, list[Pair]], key: tuple[str, ...]) -> list[str]:
     """The geometric mean of a group's ratios, and how many of them exceed the limit."""
-    texts: tuple[Callable[[list[float]], str], ...] = (
-        lambda found: ratio_text(mean(found)),
-        lambda found: f"{sum(ratio > SLOWER for ratio in found)} of {len(found)}",
-    )
-    both = [[pair.median for pair in of.get(key, [])] for of in (newest, before)]
-    return [with_older(*(text(found) if found else NOTHING for found in both)) for text in texts]
+    both = []
+    for group in (newest.get(key), before.get(key)):
+        ratios = [pair.median for pair in group or ()]
+        above = f"{sum(ratio > SLOWER for ratio in ratios)} of {len(ratios)}"
+        both.append([ratio_text(mean(ratios)), above] if ratios else [NOTHING, NOTHING])
+    return list(map(with_older, *both))
 
 
 def slower(rows: Sequence[Row], older: Sequence[Row]) -> str:
@@ -205,24 +185,17 @@ def slower(rows: Sequence[Row], older: Sequence[Row]) -> str:
     tiny = sum(pair.row.median_ms < results.DISPATCH_MS for pair in above)
     text = f"Of {len(every)} ratios to other libraries {len(above)} exceed {SLOWER}"
     text += f" ({tiny} in calls shorter than {results.DISPATCH_MS} ms)."
-    header = [
-        "benchmark",
-        "work",
-        "what",
-        "against",
-        "geometric mean",
-        f"above {SLOWER}",
-        f"the worst, {results.jax_of(rows)}",
-    ]
-    return "\n\n".join([measured(rows, older), text, as_markdown(header, lines)])
+    header = ["benchmark", "work", "what", "against", "geometric mean", f"above {SLOWER}"]
+    table = as_markdown([*header, f"the worst, {results.jax_of(rows)}"], lines)
+    return "\n\n".join([measured(rows, older), text, table])
 
 
 def kind_of(pair: Pair) -> tuple[str, ...]:
     """Benchmark, work, pass and library; calls that are mostly dispatch stand together."""
-    row, peer = pair.row, pair.peer.candidate
+    row, peer = pair
     if row.eager or row.median_ms < results.DISPATCH_MS:
-        return SHORT_CALLS, "all", row.what, peer
-    return row.benchmark.replace("_", " "), row.work, row.what, peer
+        return SHORT_CALLS, "all", row.what, peer.candidate
+    return row.benchmark.replace("_", " "), row.work, row.what, peer.candidate
 
 
 def cost(pair: Pair) -> str:
@@ -236,33 +209,25 @@ def compiling(rows: Sequence[Row]) -> str:
     known = [pair for pair in pairs(rows) if None not in (pair.row.compile_s, pair.peer.compile_s)]
     lines = []
     for (name, what, peer), found in grouped(known, lambda p: (p.row.benchmark, p.row.what, p.peer.candidate)).items():
-        seconds = [statistics.median(getattr(pair, side).compile_s for pair in found) for side in ("row", "peer")]
-        lines.append([name.replace("_", " "), what, peer, *map(number, seconds), ratio_text(seconds[0] / seconds[1])])
+        ours, theirs = (statistics.median(row.compile_s for row in side) for side in zip(*found, strict=True))
+        lines.append([name.replace("_", " "), what, peer, number(ours), number(theirs), ratio_text(ours / theirs)])
     header = ["benchmark", "what", "against", "masksafe s", "the other's s", "ratio"]
     return f"Measured {environment(rows)}.\n\n{as_markdown(header, lines)}"
 
 
 def programs(rows: Sequence[Row], older: Sequence[Row], sizes: Sequence[Row]) -> str:
-    """What the gradients of some cases cost to compile: seconds, and operations where they are counted."""
+    """What the gradients of some cases cost to compile: seconds, and operations where they are counted.
 
-    def seconds(passes: dict[str, Pair]) -> str:
-        pair = passes.get(GRADIENT)
-        return f"{pair.row.compile_s:.2f} / {pair.peer.compile_s:.2f}" if pair else NOTHING
-
-    before, counted = dict(chosen(older)), pairs(sizes)
+    Operations are those of the same op and mask; they hardly depend on shapes.
+    """
+    before, counted = dict(chosen(older)), [pair for pair in pairs(sizes) if pair.row.what == GRADIENT]
     lines = []
     for line, passes in chosen(rows):
         if line.is_compiled and GRADIENT in passes:
-            both = with_older(seconds(passes), seconds(before.get(line, {})))
-            lines.append([line.text, line.peer, both, operations_of(line, counted)])
+            of_both = [of.get(GRADIENT) for of in (passes, before.get(line, {}))]
+            seconds = [pair.both("compile_s", "{:.2f}".format) if pair else NOTHING for pair in of_both]
+            operations = next((pair.both("operations") for pair in filter(line.is_of, counted)), NOTHING)
+            lines.append([line.text, line.peer, with_older(*seconds), operations])
     table = as_markdown(["program", "against", "seconds: masksafe / the other", "operations"], lines)
     text = f"Operations: {environment(sizes, ('masksafe', 'jax'))}." if sizes else ""
     return "\n\n".join(filter(None, [measured(rows, older), text, table]))
-
-
-def operations_of(line: Headline, counted: Iterable[Pair]) -> str:
-    """Those of the same op and mask; they hardly depend on shapes."""
-    for pair in counted:
-        if line.is_of(pair) and pair.row.what == GRADIENT:
-            return f"{pair.row.operations} / {pair.peer.operations}"
-    return NOTHING

@@ -22,14 +22,12 @@ WIDTH, SLOT, MARGIN = 10, 0.12, 1.6  # inches
 FASTER = "ratio of the times (left of 1: faster)"
 FEWEST_SLOTS = 2  # of a line, for its name needs room
 
-Line = tuple[str, str, str]
-
 
 def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path) -> None:
     """A panel for each pass: a line for each kind of work, a colour for each size, a marker for each pair."""
     found = pairs(rows, benchmark.ratios)
     line_of = lambda pair: (pair.row.work, pair.row.mask, pair.row.dtype)  # noqa: E731
-    series_of = lambda pair: (pair.row.size, pair.names)  # noqa: E731
+    series_of = lambda pair: (pair.row.size, pair.both("candidate"))  # noqa: E731
     lines = {line: list(dict.fromkeys(map(series_of, group))) for line, group in grouped(found, line_of).items()}
     sizes, names = (list(dict.fromkeys(column)) for column in zip(*map(series_of, found), strict=True))
     edges = np.cumsum([0, *(max(len(series), FEWEST_SLOTS) + 1 for series in lines.values())])
@@ -37,7 +35,7 @@ def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path) -> None:
     for pair in found:
         series, i = lines[line_of(pair)], list(lines).index(line_of(pair))
         y = (edges[i] + edges[i + 1] - len(series)) / 2 + series.index(series_of(pair)) + 0.5
-        colour, marker = COLOURS[sizes.index(pair.row.size)], MARKERS[names.index(pair.names)]
+        colour, marker = COLOURS[sizes.index(pair.row.size)], MARKERS[names.index(pair.both("candidate"))]
         ax = axes[pair.row.what]
         ax.plot([pair.median, pair.minimum], [y, y], color=colour, linewidth=1.2, alpha=0.6)
         ax.plot(pair.minimum, y, marker="|", color=colour, markersize=5)
@@ -80,9 +78,7 @@ def draw_by_work(found: Sequence[Pair], path: Path) -> None:
     save(figure, path)
 
 
-def draw_by_length(
-    curves: Mapping[tuple[str, str], Sequence[tuple[int, float, float | None]]], machine: str, path: Path
-) -> None:
+def draw_by_length(curves: Mapping[tuple[str, str], Sequence[tuple[Any, ...]]], machine: str, path: Path) -> None:
     """Time and memory of attention over the length of a sequence: a colour for a library, a line style for a mask."""
     libraries, masks = ([*dict.fromkeys(names)] for names in zip(*curves, strict=True))
     lengths = sorted({point[0] for points in curves.values() for point in points})
@@ -115,20 +111,18 @@ def save(figure: Figure, path: Path, marks: Sequence[Line2D] = (), dpi: int = 12
 
 
 def panels(passes: Sequence[str], height: float) -> tuple[Figure, dict[str, Axes]]:
-    size = WIDTH, MARGIN + height
-    figure, grid = plt.subplots(
-        1, len(passes), sharex=True, sharey=True, squeeze=False, figsize=size, layout="constrained"
-    )
+    shared = {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"}
+    figure, grid = plt.subplots(1, len(passes), figsize=(WIDTH, MARGIN + height), **shared)
     return figure, dict(zip(passes, grid[0], strict=True))
 
 
-def names_of(lines: Sequence[Line]) -> list[str]:
+def names_of(lines: Sequence[tuple[str, str, str]]) -> list[str]:
     """The names of the lines, without what they have in common."""
     differs = [len({line[i] for line in lines}) > 1 for i in range(3)]
-    if not any(differs):
-        return [", ".join(line) for line in lines]
-    mask = lambda line: (line[0], f"mask: {line[1]}" if line[1] != "none" else "no mask", line[2])  # noqa: E731
-    return [", ".join(text for text, told in zip(mask(line), differs, strict=True) if told) for line in lines]
+    if any(differs):
+        lines = [(work, f"mask: {mask}" if mask != "none" else "no mask", dtype) for work, mask, dtype in lines]
+        lines = [[text for text, told in zip(line, differs, strict=True) if told] for line in lines]
+    return [", ".join(line) for line in lines]
 
 
 def dress(axes: Mapping[str, Axes], values: Sequence[float], label: str) -> None:

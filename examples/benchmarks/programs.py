@@ -17,10 +17,10 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hlo
 import jax
@@ -30,36 +30,29 @@ KEPT = "COMPILED_PROGRAMS"  # the environment variable of a folder in which prog
 COMPILERS = ("jaxlib", "jax-cuda", "nvidia-", "libtpu")  # packages
 
 
-@dataclass(frozen=True)
-class Target:
-    """A platform, and what has to be installed to compile for it."""
+class Target(NamedTuple):
+    """A platform, and what has to be installed to compile for it: a plugin."""
 
-    name: str
     platform: str
-    module: str | None  # the plugin's
+    module: str | None
     install: str
 
     @property
     def is_installed(self) -> bool:
         return self.module is None or importlib.util.find_spec(self.module) is not None
 
-    def check(self) -> None:
-        """Ends the program if it is not there."""
-        if not self.is_installed:
-            sys.exit(f"{self.name}: {self.module} is not installed: {self.install}")
 
-
-_CUDA = ("cuda", "jax_cuda12_plugin", 'pip install ".[gpu-compile]"')
 TARGETS = {
-    target.name: target
-    for target in (
-        Target("h100", *_CUDA),
-        Target("h200", *_CUDA),
-        Target("a100", *_CUDA),
-        Target("v5e", "tpu", "libtpu", 'pip install ".[tpu-compile]"'),
-        Target("cpu", "cpu", None, ""),
-    )
+    **dict.fromkeys(("h100", "h200", "a100"), Target("cuda", "jax_cuda12_plugin", 'pip install ".[gpu-compile]"')),
+    "v5e": Target("tpu", "libtpu", 'pip install ".[tpu-compile]"'),
+    "cpu": Target("cpu", None, ""),
 }
+
+
+def check(target: str) -> None:
+    """Ends the program if what compiles for the target is not there."""
+    if not TARGETS[target].is_installed:
+        sys.exit(f"{target}: {TARGETS[target].module} is not installed: {TARGETS[target].install}")
 
 
 @functools.cache
@@ -73,9 +66,8 @@ def devices(target: str, number: int = 1) -> tuple[Any, ...]:
         shape = next(s for s in ("2x2", "2x4", "4x4", "8x8", "16x16") if math.prod(map(int, s.split("x"))) >= number)
         topology = topologies.get_topology_desc(f"v5e:{shape}", platform="tpu")
     else:
-        topology = topologies.get_topology_desc(
-            target, platform="cuda", topology=f"1x1x{number}", target_config=_facts(target)
-        )
+        of = {"topology": f"1x1x{number}", "target_config": _facts(target)}
+        topology = topologies.get_topology_desc(target, platform="cuda", **of)
     return tuple(topology.devices[:number])
 
 
@@ -135,21 +127,21 @@ class Program:
     unknown_trips: int = hlo.UNKNOWN_TRIPS
 
     @functools.cached_property
-    def _kernels(self) -> list[hlo.Kernel]:
+    def kernels(self) -> list[hlo.Kernel]:
         return hlo.kernels(self.text, self.unknown_trips)
 
     @property
     def bytes_moved(self) -> float:
-        return hlo.bytes_of(self._kernels)
+        return hlo.bytes_of(self.kernels)
 
     @property
     def cycles(self) -> int:
         """What the compiler for a TPU takes all kernels for, but those of Pallas; 0 on another platform."""
-        return sum(kernel.cycles * kernel.times for kernel in self._kernels)
+        return sum(kernel.cycles * kernel.times for kernel in self.kernels)
 
     @property
     def launches(self) -> int:
-        return sum(kernel.times for kernel in self._kernels)
+        return sum(kernel.times for kernel in self.kernels)
 
     @functools.cached_property
     def scatters(self) -> int:
@@ -160,7 +152,7 @@ class Program:
     @property
     def exchanges(self) -> list[tuple[str, str, int]]:
         """Kind, type of result and number of the exchanges between devices."""
-        return list(hlo.exchanges(self._kernels))
+        return list(hlo.exchanges(self.kernels))
 
     @property
     def collectives(self) -> dict[str, int]:
@@ -169,9 +161,3 @@ class Program:
         for kind, _, times in self.exchanges:
             counts[kind] += times
         return dict(counts)
-
-    def kernels(self) -> Iterator[tuple[str, str, float]]:
-        """Name, type of the result and bytes moved in all of every kernel, for a look at what costs most."""
-        for kernel in self._kernels:
-            name = kernel.name if kernel.times == 1 else f"{kernel.name} x{kernel.times}"
-            yield name, kernel.type, kernel.bytes_moved * kernel.times

@@ -1,13 +1,13 @@
 """CSVs of measurements, and the tables of them that stand between markers in a page of Markdown."""
 
+import contextlib
 import csv
 import math
 import re
-import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import geometric_mean as mean
+from typing import Any, NamedTuple, TypeVar
 
 from measure import GRADIENT, PASSES, Benchmark, Row
 
@@ -31,9 +31,6 @@ K = TypeVar("K", bound=Hashable)
 
 # CSVs
 
-TEXTS = {*CASE, "shape", "candidate", "date", "machine", "python", "versions", "target", "op", "split"}
-TEXTS |= {"device", "collectives"}
-
 
 def write_csv(path: Path, rows: Sequence[Row], without: Sequence[str] = ()) -> None:
     """A column for each attribute of the rows but some."""
@@ -54,11 +51,12 @@ def read_csv(path: Path) -> list[Row]:
 
 
 def parsed(column: str, text: str) -> Any:
-    if column in TEXTS:
+    if column == "shape":  # which may be a number
         return text
-    if column == "eager":
-        return text == "True"
-    return (int(text) if text.isdigit() else float(text)) if text else None
+    for value in (int, float, {"": None, "True": True, "False": False}.__getitem__):
+        with contextlib.suppress(ValueError, KeyError):
+            return value(text)
+    return text
 
 
 def csv_of(name: str, folder: str = NEWEST) -> Path:
@@ -72,8 +70,7 @@ def picture_of(name: str) -> Path:
 # Pairs
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """One candidate beside another, in one pass of one case."""
 
     row: Row
@@ -83,6 +80,9 @@ class Pair:
         """The figure of the first in units of the second's."""
         return float(getattr(self.row, figure) / getattr(self.peer, figure))
 
+    def both(self, figure: str, text: Callable[[Any], str] = str) -> str:
+        return " / ".join(text(getattr(row, figure)) for row in self)
+
     @property
     def median(self) -> float:
         return self.of("median_ms")
@@ -90,10 +90,6 @@ class Pair:
     @property
     def minimum(self) -> float:
         return self.of("minimum_ms")
-
-    @property
-    def names(self) -> str:
-        return f"{self.row.candidate} / {self.peer.candidate}"
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -118,10 +114,6 @@ def best_peers(rows: Sequence[Row]) -> list[Pair]:
     """Masksafe beside the fastest of what was measured with it, the worst ratio first."""
     cases = grouped(pairs(rows), lambda pair: tuple(getattr(pair.row, name) for name in CASE)).values()
     return sorted((min(case, key=lambda pair: pair.peer.minimum_ms) for case in cases), key=lambda pair: -pair.minimum)
-
-
-def mean(values: Iterable[float]) -> float:
-    return statistics.geometric_mean(values)
 
 
 # Text
@@ -190,38 +182,36 @@ def jax_of(rows: Sequence[Row]) -> str:
 
 
 def table(benchmark: Benchmark, rows: Sequence[Row]) -> str:
-    """A line for each kind of work, a column for each large size: the ratios of the value, and with its gradient."""
+    """A line for each kind of work, a column for each large size: the ratios of the value, and with its gradient.
+
+    Of the largest sizes it also has the milliseconds, and the temporary memory of both for the gradient.
+    """
     every = pairs(rows, benchmark.ratios)
     found = [pair for pair in every if pair.row.size in LARGE] or every
-    sizes = list(dict.fromkeys(pair.row.size for pair in found))
-    largest = [size for size in sizes if size == "large"] or sizes[:1]
-    header = ["work", "mask", "dtype", "ratio", *(size_header(size, found) for size in sizes)]
+    shapes = {size: {pair.row.shape for pair in of} for size, of in grouped(found, lambda pair: pair.row.size).items()}
+    largest = [size for size in shapes if size == "large"] or list(shapes)[:1]
+    header = ["work", "mask", "dtype", "ratio"]
+    header += [f"{size} ({', '.join(of)})" if len(of) == 1 else size for size, of in shapes.items()]
     header += [f"{size}: {unit}" for size in largest for unit in ("ms", "MiB")]
     lines = []
-    for key, line in grouped(found, lambda pair: (pair.row.work, pair.row.mask, pair.row.dtype, pair.names)).items():
+    for key, line in grouped(
+        found, lambda pair: (pair.row.work, pair.row.mask, pair.row.dtype, pair.both("candidate"))
+    ).items():
         of_size = grouped(sorted(line, key=lambda pair: PASSES.index(pair.row.what)), lambda pair: pair.row.size)
-        cells = [", ".join(ratio_text(pair.median) for pair in of_size.get(size, ())) or NOTHING for size in sizes]
-        lines.append([*key, *cells, *(cell for size in largest for cell in scale(of_size.get(size, ())))])
+        cells = [[ratio_text(pair.median) for pair in of_size.get(size, ())] for size in shapes]
+        for size in largest:
+            of_gradient = [row for pair in of_size.get(size, ()) if pair.row.what == GRADIENT for row in pair]
+            cells.append([number(pair.row.median_ms) for pair in of_size.get(size, ())])
+            memory = [row.temporary_bytes for row in of_gradient]
+            cells.append([NOTHING if n is None else number(n / MIB) for n in memory])
+        lines.append([*key, *(", ".join(cell) or NOTHING for cell in cells)])
     kept = [i for i in range(len(header)) if i > 2 or len({line[i] for line in lines}) > 1]
     return as_markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
 
 
-def size_header(size: str, found: Iterable[Pair]) -> str:
-    shapes = {pair.row.shape for pair in found if pair.row.size == size}
-    return f"{size} ({shapes.pop()})" if len(shapes) == 1 else size
-
-
-def scale(found: Sequence[Pair]) -> tuple[str, str]:
-    """The milliseconds of the first, and the temporary memory of both for the gradient."""
-    of_gradient = [pair for pair in found if pair.row.what == GRADIENT]
-    sizes = [row.temporary_bytes for pair in of_gradient for row in (pair.row, pair.peer)]
-    memory = ", ".join(NOTHING if n is None else number(n / MIB) for n in sizes)
-    return ", ".join(number(pair.row.median_ms) for pair in found) or NOTHING, memory or NOTHING
-
-
 def summary(benchmark: Benchmark, rows: Sequence[Row]) -> str:
     """The counts for each pair of candidates."""
-    of_names = grouped(pairs(rows, benchmark.ratios), lambda pair: pair.names)
+    of_names = grouped(pairs(rows, benchmark.ratios), lambda pair: pair.both("candidate"))
     return "; ".join(f"{names}: {counts([pair.median for pair in found])}" for names, found in of_names.items()) + "."
 
 

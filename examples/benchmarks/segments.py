@@ -9,10 +9,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import drawn
 import jax
 import jax.numpy as jnp
 from jax.ops import segment_max, segment_min, segment_sum
-from measure import Benchmark, Work, by_x, cases_of, eager_too, grid_of, random_bits, random_labels, random_normal
+from measure import Benchmark, Work, against, by_x, cases_of, eager_too, grid_of
 
 import masksafe
 
@@ -80,15 +81,13 @@ FORMULAS: dict[str, Formula] = {
 OF_MASKED_ROWS = {"segment_softmax": 0.0, "segment_log_softmax": -jnp.inf, "segment_standardize": 0.0}
 
 
-def of_masksafe(name: str, number: int, rows_are_sorted: bool) -> Callable[..., jax.Array]:
-    op = getattr(masksafe, name)
-    return lambda data, ids, where: op(data, ids, number, where=where, indices_are_sorted=rows_are_sorted)
+def prepare(name: str, mask: str, dtype: str, sizes: tuple[tuple[int, ...], int]) -> Work:
+    (shape, number), are_sorted = sizes, "sorted" in mask
+    op, formula = (
+        functools.partial(fn, indices_are_sorted=are_sorted) for fn in (getattr(masksafe, name), FORMULAS[name])
+    )
 
-
-def of_jraph(name: str, number: int, rows_are_sorted: bool) -> Callable[..., jax.Array]:
-    formula = functools.partial(FORMULAS[name], indices_are_sorted=rows_are_sorted)
-
-    def masked(data: jax.Array, ids: jax.Array, where: jax.Array | None) -> jax.Array:
+    def of_jraph(data: jax.Array, ids: jax.Array, where: jax.Array | None) -> jax.Array:
         if where is None:
             return formula(data, ids, num_segments=number)
         result = formula(data, jnp.where(where, ids, number), num_segments=number + 1)
@@ -96,16 +95,11 @@ def of_jraph(name: str, number: int, rows_are_sorted: bool) -> Callable[..., jax
             return result[:number]
         return jnp.where(where.reshape(-1, *[1] * (data.ndim - 1)), result, OF_MASKED_ROWS[name])
 
-    return masked
-
-
-def prepare(name: str, mask: str, dtype: str, sizes: tuple[tuple[int, ...], int]) -> Work:
-    shape, number = sizes
-    are_sorted, ids = "sorted" in mask, random_labels(shape[:1], number)
-    functions = {"masksafe": of_masksafe(name, number, are_sorted), PEER: of_jraph(name, number, are_sorted)}
-    where = random_bits(shape[:1], UNMASKED) if mask == "rows" else None
-    return Work(functions, (random_normal(shape, dtype), jnp.sort(ids) if are_sorted else ids, where))
+    ids = drawn.labels(shape[:1], number)
+    where = drawn.bits(shape[:1], UNMASKED) if mask == "rows" else None
+    functions = {"masksafe": lambda data, ids, where: op(data, ids, number, where=where), PEER: of_jraph}
+    return Work(functions, (drawn.normal(shape, dtype), jnp.sort(ids) if are_sorted else ids, where))
 
 
 CASES = cases_of(prepare, SIZES, grid_of(FORMULAS, MASKS, DTYPES), lambda sizes: f"{by_x(sizes[0])} in {sizes[1]}")
-BENCHMARKS = [Benchmark("segments", "Segments", (("masksafe", PEER),), eager_too(CASES))]
+BENCHMARKS = [Benchmark("segments", "Segments", against(PEER), eager_too(CASES))]

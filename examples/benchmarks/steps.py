@@ -14,7 +14,6 @@ Gradient accumulation is masksafe's exact mean against optax.MultiSteps, which a
 the model and the ragged lines of `examples/gradient_accumulation.py`.
 """
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -23,27 +22,17 @@ from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+import drawn
+import flax.linen as nn
 import gradient_accumulation as example
 import jax
 import jax.numpy as jnp
 import linear
 import numpy as np
+import optax
 from attention import segments
 from jax.experimental import checkify
-from measure import (
-    GRADIENT,
-    VALUE,
-    Benchmark,
-    Candidate,
-    Work,
-    cases_of,
-    grid_of,
-    in_jax,
-    pulled_back,
-    random_bits,
-    random_labels,
-)
-from measure import random_normal as normal
+from measure import GRADIENT, VALUE, Benchmark, Candidate, Work, against, cases_of, grid_of, in_jax, pulled_back
 from normalization import EPSILON
 
 import masksafe
@@ -54,20 +43,10 @@ Arrays = dict[str, jax.Array]
 HEAD_WIDTH, PROMPTS = 64, 0.6
 
 
-class Size(NamedTuple):
-    """The sizes of the model and of a batch of its tokens."""
-
-    layers: int
-    samples: int
-    length: int
-    width: int
-    classes: int
-
-
-SIZES_OF_DECODER = {
-    "tiny": Size(2, 2, 32, 64, 128),
-    "middle": Size(2, 4, 512, 256, 16384),
-    "large": Size(12, 2, 1024, 256, 16384),
+SIZES_OF_DECODER = {  # layers, samples, length, width, classes
+    "tiny": (2, 2, 32, 64, 128),
+    "middle": (2, 4, 512, 256, 16384),
+    "large": (12, 2, 1024, 256, 16384),
 }
 
 
@@ -84,30 +63,25 @@ class Library(NamedTuple):
     """What the decoder is made of."""
 
     norm: Callable[[jax.Array, jax.Array], jax.Array]  # of the input and the scale
-    masks: Callable[[Batch], dict[str, Any]]  # what the attention is told
+    masks: Callable[[jax.Array], dict[str, Any]]  # what the attention is told of documents
     attention: Callable[..., jax.Array]
     loss: Callable[..., jax.Array]  # of features, kernel, labels and mask of tokens
 
 
-def of_masksafe() -> Library:
-    def masks(batch: Batch) -> dict[str, Any]:
-        return {"query_segment_ids": batch.segments, "key_value_segment_ids": batch.segments}
-
-    norm = functools.partial(masksafe.rms_norm, epsilon=EPSILON)
-    return Library(norm, masks, masksafe.dot_product_attention, linear.of_masksafe)
-
-
-def of_flax() -> Library:
-    import flax.linen as nn
-
-    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return nn.RMSNorm(EPSILON).apply({"params": {"scale": scale}}, x)
-
-    def masks(batch: Batch) -> dict[str, Any]:
-        ids = batch.segments
-        return {} if ids is None else {"mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
-
-    return Library(norm, masks, jax.nn.dot_product_attention, linear.of_optax)
+LIBRARIES = {
+    "masksafe": Library(
+        functools.partial(masksafe.rms_norm, epsilon=EPSILON),
+        lambda ids: {"query_segment_ids": ids, "key_value_segment_ids": ids},
+        masksafe.dot_product_attention,
+        linear.of_masksafe,
+    ),
+    "flax": Library(
+        lambda x, scale: nn.RMSNorm(EPSILON).apply({"params": {"scale": scale}}, x),
+        lambda ids: {"mask": (ids[:, :, None] == ids[:, None, :])[:, None]},
+        jax.nn.dot_product_attention,
+        linear.of_optax,
+    ),
+}
 
 
 def decoder(library: Library) -> Callable[[dict[str, Any], Batch], jax.Array]:
@@ -120,7 +94,8 @@ def decoder(library: Library) -> Callable[[dict[str, Any], Batch], jax.Array]:
         return x + jax.nn.gelu(library.norm(x, params["feed-forward norm"]) @ params["up"]) @ params["down"]
 
     def loss(params: dict[str, Any], batch: Batch) -> jax.Array:
-        x, masks = params["embedding"][batch.tokens], library.masks(batch)
+        x = params["embedding"][batch.tokens]
+        masks = {} if batch.segments is None else library.masks(batch.segments)
         for of_layer in params["layers"]:
             x = layer(x, of_layer, masks)
         features, kernel = library.norm(x, params["norm"]), params["kernel"]
@@ -129,36 +104,33 @@ def decoder(library: Library) -> Callable[[dict[str, Any], Batch], jax.Array]:
     return loss
 
 
-def make_parameters(size: Size) -> dict[str, Any]:
-    width, seeds = size.width, iter(range(2 + 4 * size.layers))
+def make_parameters(layers: int, width: int, classes: int) -> dict[str, Any]:
+    seeds = iter(range(2 + 4 * layers))
 
     def kernel(rows: int, columns: int) -> jax.Array:
-        return normal((rows, columns), seed=next(seeds)) / rows**0.5
+        return drawn.normal((rows, columns), seed=next(seeds)) / rows**0.5
 
     def layer() -> Arrays:
         norms = {name: jnp.ones(width) for name in ("attention norm", "feed-forward norm")}
         products = {"query key value": kernel(width, 3 * width), "out": kernel(width, width)}
         return norms | products | {"up": kernel(width, 4 * width), "down": kernel(4 * width, width)}
 
-    ends = {"embedding": kernel(size.classes, width), "kernel": kernel(width, size.classes)}
-    return ends | {"norm": jnp.ones(width), "layers": [layer() for _ in range(size.layers)]}
+    ends = {"embedding": kernel(classes, width), "kernel": kernel(width, classes)}
+    return ends | {"norm": jnp.ones(width), "layers": [layer() for _ in range(layers)]}
 
 
-def make_batch(mask: str, size: Size) -> Batch:
-    shape = size.samples, size.length
-    tokens, labels = (random_labels(shape, size.classes, seed) for seed in (0, 1))
+def make_batch(mask: str, shape: tuple[int, int], classes: int) -> Batch:
+    tokens, labels = (drawn.labels(shape, classes, seed) for seed in (0, 1))
     if mask == "none":
         return Batch(tokens, labels, jnp.ones(shape, bool), None)
-    ids = jnp.broadcast_to(jnp.asarray(segments(size.length), jnp.int32), shape)
-    return Batch(tokens, labels, random_bits(shape, 1 - PROMPTS), ids)
+    ids = jnp.broadcast_to(jnp.asarray(segments(shape[1]), jnp.int32), shape)
+    return Batch(tokens, labels, drawn.bits(shape, 1 - PROMPTS), ids)
 
 
-def prepare_decoder(work: str, mask: str, dtype: str, size: Size) -> Work:
-    functions = {name: (lambda *args, of=of: decoder(of())(*args)) for name, of in LIBRARIES.items()}
-    return Work(functions, (make_parameters(size), make_batch(mask, size)))
-
-
-LIBRARIES = {"masksafe": of_masksafe, "flax": of_flax}
+def prepare_decoder(work: str, mask: str, dtype: str, sizes: tuple[int, ...]) -> Work:
+    layers, samples, length, width, classes = sizes
+    functions = {name: decoder(library) for name, library in LIBRARIES.items()}
+    return Work(functions, (make_parameters(layers, width, classes), make_batch(mask, (samples, length), classes)))
 
 
 # Label checks
@@ -166,6 +138,7 @@ LIBRARIES = {"masksafe": of_masksafe, "flax": of_flax}
 SIZES = {"tiny": (64, 8, 16), "middle": (512, 128, 1024), "large": (4096, 256, 4096)}  # tokens, width, classes
 BLOCKS = {"tiny": (2, 8, 8), "middle": (4, 32, 64), "large": (16, 64, 64)}  # samples, length, width
 HEADS, BLOCK_CLASSES = 4, 256
+MODES = ("off", "checkify", "raise")
 
 
 class Modes(Work):
@@ -175,11 +148,8 @@ class Modes(Work):
         fn = self.functions[name]
         step, args = pulled_back(fn, self.args, self.leaves) if gradient else (fn, self.args)
         step = checkify.checkify(step) if name == "checkify" else step
-        return in_jax(step, args, eager=eager, context=functools.partial(in_mode, name))
-
-
-def in_mode(name: str) -> contextlib.AbstractContextManager[Any]:
-    return masksafe.forward_mode() if name == "forward mode" else masksafe.label_checks(name)
+        mode = masksafe.forward_mode if name == "forward mode" else functools.partial(masksafe.label_checks, name)
+        return in_jax(step, args, eager=eager, context=mode)
 
 
 def loss(logits: jax.Array, labels: jax.Array, where: jax.Array | None) -> jax.Array:
@@ -200,68 +170,56 @@ def block_loss(params: dict[str, jax.Array], x: jax.Array, labels: jax.Array, wh
     return loss(masksafe.layer_norm(x) @ params["vocabulary"], labels, where)
 
 
-def in_modes(fn: Callable[..., Any], args: tuple[Any, ...], leaves: int, *more: str) -> Work:
-    return Modes(dict.fromkeys(("off", "checkify", "raise", *more), fn), args, leaves)
-
-
 def prepare_loss(work: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
     tokens, width, classes = sizes
-    labels = random_labels((tokens,), classes)
-    where = {"none": None, "rows": random_bits((tokens,), 0.5), "classes": random_bits((tokens, classes), 0.9)}[mask]
+    labels = drawn.labels((tokens,), classes)
+    where = {"none": None, "rows": drawn.bits((tokens,), 0.5), "classes": drawn.bits((tokens, classes), 0.9)}[mask]
     if mask == "classes":
         where |= labels[:, None] == jnp.arange(classes)
     if work == "loss":
-        return in_modes(loss, (normal((tokens, classes)), labels, where), 1)
-    args = normal((width, width)), normal((width, classes)), normal((tokens, width)), labels, where
-    return in_modes(network_loss, args, 2)
+        return Modes(dict.fromkeys(MODES, loss), (drawn.normal((tokens, classes)), labels, where))
+    args = drawn.normal((width, width)), drawn.normal((width, classes)), drawn.normal((tokens, width)), labels, where
+    return Modes(dict.fromkeys(MODES, network_loss), args, leaves=2)
 
 
 def prepare_block(work: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
     samples, length, width = sizes
     shapes = dict.fromkeys(("query", "key", "value", "out"), (width, width))
     shapes |= {"up": (width, 4 * width), "down": (4 * width, width), "vocabulary": (width, BLOCK_CLASSES)}
-    params = {name: 0.1 * normal(shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
-    labels, where = random_labels((samples, length), BLOCK_CLASSES), random_bits((samples, length), 0.8)
-    return in_modes(block_loss, (params, normal(sizes), labels, where), 1, "forward mode")
+    params = {name: 0.1 * drawn.normal(shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    labels, where = drawn.labels((samples, length), BLOCK_CLASSES), drawn.bits((samples, length), 0.8)
+    return Modes(dict.fromkeys((*MODES, "forward mode"), block_loss), (params, drawn.normal(sizes), labels, where))
 
 
 # Accumulation
 
 
-def length_of(gradient: Callable[..., example.Params]) -> Callable[..., jax.Array]:
-    """The length of the gradient, since a benchmark's function returns one array."""
-    import optax
-
-    return lambda *args: optax.tree.norm(gradient(args[0], example.Batch(*args[1:])))
-
-
 def prepare_accumulation(work: str, mask: str, dtype: str, shape: tuple[int, int]) -> Work:
+    """The lengths of the gradients, since a benchmark's function returns one array."""
     lines = np.resize(example.read_lines(), (shape[0], example.LENGTH + 1))
     labels = np.where(lines[:, 1:] > 0, lines[:, 1:], example.IGNORED)
     of = {"masksafe": example.of_masksafe, "optax": example.of_means, "at once": example.of_whole_batch}
-    functions = {name: length_of(gradient) for name, gradient in of.items()}
+    functions = {
+        name: lambda params, *batch, of=gradient: optax.tree.norm(of(params, example.Batch(*batch)))
+        for name, gradient in of.items()
+    }
     return Work(functions, (example.make_params(jax.random.key(0)), lines[:, :-1], labels))
 
 
 IN_ALL = {"float32": tuple(SIZES)}
-OF_DECODER = cases_of(
-    *(prepare_decoder, SIZES_OF_DECODER, grid_of(("decoder",), ("none", "packed"), IN_ALL)), passes=(GRADIENT,)
-)
+DECODERS = grid_of(["decoder"], ("none", "packed"), IN_ALL)
+OF_DECODER = cases_of(prepare_decoder, SIZES_OF_DECODER, DECODERS, passes=(GRADIENT,))
 OF_CHECKS = cases_of(prepare_loss, SIZES, grid_of(("loss", "network"), ("none", "rows", "classes"), IN_ALL))
-OF_CHECKS += cases_of(prepare_block, BLOCKS, grid_of(("block",), ("rows",), IN_ALL))
+OF_CHECKS += cases_of(prepare_block, BLOCKS, grid_of(["block"], ["rows"], IN_ALL))
 OF_ACCUMULATION = cases_of(
     prepare_accumulation,
     {"tiny": (8, example.LENGTH), "large": (256, example.LENGTH)},  # lines, characters
-    grid_of(("gradient",), ("ragged",), {"float32": ("tiny", "large")}),
+    grid_of(["gradient"], ["ragged"], {"float32": ("tiny", "large")}),
     passes=(VALUE,),
 )
+WITHOUT_CHECKS = tuple((mode, "off") for mode in ("checkify", "raise", "forward mode"))
 BENCHMARKS = [
-    Benchmark(
-        *("label_checks", "Label checks", tuple((mode, "off") for mode in ("checkify", "raise", "forward mode"))),
-        OF_CHECKS,
-    ),
-    Benchmark("decoder", "A decoder", (("masksafe", "flax"),), OF_DECODER),
-    Benchmark(
-        *("accumulation", "Gradient accumulation", (("masksafe", "optax"), ("masksafe", "at once"))), OF_ACCUMULATION
-    ),
+    Benchmark("label_checks", "Label checks", WITHOUT_CHECKS, OF_CHECKS),
+    Benchmark("decoder", "A decoder", against("flax"), OF_DECODER),
+    Benchmark("accumulation", "Gradient accumulation", against("optax", "at once"), OF_ACCUMULATION),
 ]

@@ -24,7 +24,7 @@ import losses
 import normalization
 import results
 import segments
-from command import console, measure_all, parse, tell
+from command import main
 from measure import VALUE, Benchmark, Case, Row, Work, by_x, cases_of, eager_too
 from plots import draw_by_work
 from results import NOTHING, SLOWER, Pair, as_markdown, csv_of, grouped, mean, ratio_text, read_csv
@@ -73,48 +73,39 @@ def makers() -> dict[str, tuple[str, Maker]]:
     return of | {name: ("" if name in losses.WITHOUT_MASK else "losses", loss) for name in of_shapes}
 
 
-def widened(make: Maker) -> Maker:
-    """The work; in 16 bits with peers that compute in float32, between inputs and results of 16 bits."""
+def changed(make: Maker, change: Callable[[Work, str], Work]) -> Maker:
+    """The work as one of the following changes it, of which each gets its dtype too."""
+    return lambda work, mask, dtype, shape: change(make(work, mask, dtype, shape), dtype)
+
+
+def widened(work: Work, dtype: str) -> Work:
+    """In 16 bits with peers that compute in float32, between inputs and results of 16 bits."""
 
     def cast(tree: Any, present: str, dtype: str) -> Any:
         return jax.tree.map(lambda x: x.astype(dtype) if getattr(x, "dtype", None) == present else x, tree)
 
-    def prepare(name: str, mask: str, dtype: str, shape: Shape) -> Work:
-        work = make(name, mask, dtype, shape)
-        if dtype == "float32":
-            return work
-        peers = {
-            f"{peer}, widened": lambda *args, fn=fn: cast(fn(*cast(args, dtype, "float32")), "float32", dtype)
-            for peer, fn in work.functions.items()
-            if peer != "masksafe"
-        }
-        return Work({"masksafe": work.functions["masksafe"]} | peers, work.args, work.leaves)
-
-    return prepare
+    if dtype == "float32":
+        return work
+    peers = {
+        f"{peer}, widened": lambda *args, fn=fn: cast(fn(*cast(args, dtype, "float32")), "float32", dtype)
+        for peer, fn in work.functions.items()
+        if peer != "masksafe"
+    }
+    return Work({"masksafe": work.functions["masksafe"]} | peers, work.args, work.leaves)
 
 
-def vmapped(make: Maker) -> Maker:
-    """The work on a batch of four, of which an op under `jax.vmap` sees one."""
-
-    def prepare(*of: Any) -> Work:
-        work = make(*of)
-        batched = [bool(jnp.ndim(x)) for x in work.args]
-        args = tuple(jnp.stack([x] * 4) if b else x for x, b in zip(work.args, batched, strict=True))
-        in_axes = tuple(0 if b else None for b in batched)
-        return Work({name: jax.vmap(fn, in_axes) for name, fn in work.functions.items()}, args, work.leaves)
-
-    return prepare
+def vmapped(work: Work, _: str) -> Work:
+    """On a batch of four, of which an op under `jax.vmap` sees one."""
+    batched = [bool(jnp.ndim(x)) for x in work.args]
+    args = tuple(jnp.stack([x] * 4) if b else x for x, b in zip(work.args, batched, strict=True))
+    in_axes = tuple(0 if b else None for b in batched)
+    return Work({name: jax.vmap(fn, in_axes) for name, fn in work.functions.items()}, args, work.leaves)
 
 
-def averaged(make: Maker) -> Maker:
-    """The work and the mean of its results, as in a training step."""
-
-    def prepare(*of: Any) -> Work:
-        work = make(*of)
-        functions = {name: lambda *args, fn=fn: jnp.mean(fn(*args)) for name, fn in work.functions.items()}
-        return Work(functions, work.args, work.leaves)
-
-    return prepare
+def averaged(work: Work, _: str) -> Work:
+    """With the mean of its results, as in a training step."""
+    functions = {name: lambda *args, fn=fn: jnp.mean(fn(*args)) for name, fn in work.functions.items()}
+    return Work(functions, work.args, work.leaves)
 
 
 def cases_of_rows() -> list[Case]:
@@ -127,11 +118,11 @@ def cases_of_rows() -> list[Case]:
             for mask in (("none", kind) if kind and size in MASKED else ("none",))
             if dtype != "float16" or mask == kind or not kind  # bfloat16 has both
         ]
-        cases += cases_of(widened(make), SHAPES, grid)
+        cases += cases_of(changed(make, widened), SHAPES, grid)
         for size, change, shape, text in (("mean", averaged, AVERAGED, "mean of"), ("vmap", vmapped, VMAPPED, "4 of")):
             told = f"{text} {by_x(SHAPES[shape])}"
             one = [(name, "none", "float32", size)]
-            cases += cases_of(change(make), {size: SHAPES[shape]}, one, lambda _, told=told: told)
+            cases += cases_of(changed(make, change), {size: SHAPES[shape]}, one, lambda _, told=told: told)
     return eager_too(cases)
 
 
@@ -172,9 +163,11 @@ def text_of(pair: Pair) -> str:
 
 
 def worst(found: Sequence[Pair]) -> str:
-    header = ["work", "case", "against", "minima", "medians", "ms"]
-    cells = lambda pair: [ratio_text(pair.minimum), ratio_text(pair.median), results.number(pair.row.minimum_ms)]  # noqa: E731
-    return as_markdown(header, [[p.row.work, text_of(p), p.peer.candidate, *cells(p)] for p in found[:WORST]])
+    lines = []
+    for pair in found[:WORST]:
+        ratios = ratio_text(pair.minimum), ratio_text(pair.median)
+        lines.append([pair.row.work, text_of(pair), pair.peer.candidate, *ratios, results.number(pair.row.minimum_ms)])
+    return as_markdown(["work", "case", "against", "minima", "medians", "ms"], lines)
 
 
 def by_work(found: Sequence[Pair]) -> str:
@@ -185,34 +178,17 @@ def by_work(found: Sequence[Pair]) -> str:
     lines = []
     for work, group in grouped(longer(found), lambda pair: pair.row.work).items():
         ratios = [pair.minimum for pair in group]
-        cells = str(len(group)), ratio_text(mean(ratios)), str(sum(ratio > SLOWER for ratio in ratios))
-        of_width = grouped(group, lambda pair: pair.row.dtype == "float32")
-        told = [
-            f"{ratio_text(p[0].minimum)}: {text_of(p[0])}" if p else NOTHING for p in map(of_width.get, (True, False))
-        ]
-        lines.append((mean(ratios), [work, *cells, *told]))
-    header = [
-        "work",
-        "cases",
-        "geometric mean",
-        f"above {SLOWER}",
-        "the worst in float32",
-        "the worst in 16 bits",
-    ]
+        cells = [work, str(len(group)), ratio_text(mean(ratios)), str(sum(ratio > SLOWER for ratio in ratios))]
+        for is_wide in (True, False):
+            of_width = (pair for pair in group if (pair.row.dtype == "float32") == is_wide)
+            cells.append(next((f"{ratio_text(pair.minimum)}: {text_of(pair)}" for pair in of_width), NOTHING))
+        lines.append((mean(ratios), cells))
+    header = ["work", "cases", "geometric mean", f"above {SLOWER}", "the worst in float32", "the worst in 16 bits"]
     return as_markdown(header, [line for _, line in sorted(lines, key=lambda line: -line[0])])
 
 
 def longer(found: Sequence[Pair]) -> list[Pair]:
     return [pair for pair in found if pair.row.minimum_ms >= results.DISPATCH_MS]
-
-
-def section_of() -> str:
-    return results.section(BENCHMARK, lambda _, rows: by_work(results.best_peers(rows)), summary)
-
-
-def publish() -> None:
-    draw_by_work(results.best_peers(read_csv(csv_of("sweep"))), results.picture_of("sweep"))
-    results.fill_pages({"sweep": section_of()})
 
 
 def summary(_: Benchmark, rows: Sequence[Row]) -> str:
@@ -222,16 +198,19 @@ def summary(_: Benchmark, rows: Sequence[Row]) -> str:
     return f"{results.counts(ratios)}, {above}; {short} more of calls shorter than {results.DISPATCH_MS} ms."
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse([BENCHMARK], arguments)
-    failures = [] if options.plot_only else measure_all([BENCHMARK], options)
-    if not options.quick:
-        found = results.best_peers(read_csv(csv_of("sweep", options.folder)))
-        console.print(worst(found), by_work(found), sep="\n\n", markup=False)
-        if not options.folder:
-            publish()
-    tell(failures)
+def section() -> str:
+    return results.section(BENCHMARK, lambda _, rows: by_work(results.best_peers(rows)), summary)
+
+
+def publish(_: Sequence[Benchmark] = ()) -> None:
+    draw_by_work(results.best_peers(read_csv(csv_of("sweep"))), results.picture_of("sweep"))
+    results.fill_pages({"sweep": section()})
+
+
+def table(_: Benchmark, rows: Sequence[Row]) -> str:
+    found = results.best_peers(rows)
+    return f"{worst(found)}\n\n{by_work(found)}"
 
 
 if __name__ == "__main__":
-    main()
+    main([BENCHMARK], publish=publish, table=table)

@@ -99,18 +99,14 @@ def right_advantages(rewards: np.ndarray, where: np.ndarray) -> np.ndarray:
 # With masksafe.
 
 
-def log_ratio(new: Any, old: Any, where: Any) -> Any:
-    return masksafe.mask_where(~where, new - old, 0.0)
-
-
 def clipped_loss(new: Any, old: Any, advantages: Any, where: Any) -> Any:
-    ratio = jnp.exp(log_ratio(new, old, where))
+    ratio = jnp.exp(masksafe.mask_where(~where, new - old, 0.0))
     clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
     return masksafe.mean(-jnp.minimum(ratio * advantages, clipped * advantages), where=where)
 
 
 def k3(new: Any, ref: Any, where: Any) -> Any:
-    d = log_ratio(ref, new, where)
+    d = masksafe.mask_where(~where, ref - new, 0.0)
     return masksafe.mean(jnp.expm1(d) - d, where=where)
 
 
@@ -133,11 +129,7 @@ def entropy(logits: Any) -> Any:
     return masksafe.losses.log_probs(logits, jnp.zeros(logits.shape[:-1], jnp.int32), with_entropy=True)[1]
 
 
-OWN_OPS: Ops = {
-    "log_probs": masksafe.losses.log_probs,
-    "linear_log_probs": masksafe.losses.linear_log_probs,
-    "linear_kl_divergence": masksafe.losses.linear_kl_divergence,
-}
+OWN_OPS: Ops = {name: getattr(masksafe.losses, name) for name in WITH_OPTAX}
 WITH_MASKSAFE: Ops = OWN_OPS | {
     "policy entropy": entropy,
     "clipped policy loss": clipped_loss,

@@ -32,10 +32,6 @@ def k3_by_exp(new: Any, ref: Any, where: Any) -> Any:
     return mean_of_products(jnp.exp(d) - d - 1, where)
 
 
-def plain_mean_of_means(loss: Any, where: Any) -> Any:
-    return jnp.mean(mean_of_products(loss, where, 1))
-
-
 def plain_whitened(advantages: Any, where: Any) -> Any:
     centred = advantages - mean_of_products(advantages, where)
     white = centred * jax.lax.rsqrt(mean_of_products(centred**2, where) + 1e-8)
@@ -59,10 +55,6 @@ def plain_log_probs(logits: Any, labels: Any, where: Any = None) -> Any:
     return log_probs if where is None else jnp.where(where, log_probs, 0)
 
 
-def plain_linear_log_probs(features: Any, kernel: Any, labels: Any, where: Any = None) -> Any:
-    return plain_log_probs(features @ kernel, labels, where)
-
-
 def plain_divergence(features: Any, kernel: Any, target_features: Any, target_kernel: Any, where: Any = None) -> Any:
     log_q, log_p = jax.nn.log_softmax(features @ kernel), jax.nn.log_softmax(target_features @ target_kernel)
     losses = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
@@ -71,12 +63,12 @@ def plain_divergence(features: Any, kernel: Any, target_features: Any, target_ke
 
 LIKE_TRL: Ops = {
     "log_probs": plain_log_probs,
-    "linear_log_probs": plain_linear_log_probs,
+    "linear_log_probs": lambda features, kernel, labels, where=None: plain_log_probs(features @ kernel, labels, where),
     "linear_kl_divergence": plain_divergence,
     "policy entropy": plain_entropy,
     "clipped policy loss": plain_clipped_loss,
     "k3 divergence": k3_by_exp,
-    "mean of sequence means": plain_mean_of_means,
+    "mean of sequence means": lambda loss, where: jnp.mean(mean_of_products(loss, where, 1)),
     "whitened advantages": plain_whitened,
     "group-relative advantages": functools.partial(plain_group_relative, epsilon=1e-4),
 }
@@ -93,10 +85,6 @@ def optax_log_probs(logits: Any, labels: Any, where: Any = None) -> Any:
     return -optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels, where=where)
 
 
-def optax_linear_log_probs(features: Any, kernel: Any, labels: Any, where: Any = None) -> Any:
-    return optax_log_probs(features @ kernel, labels, where)
-
-
 def optax_divergence(features: Any, kernel: Any, target_features: Any, target_kernel: Any, where: Any = None) -> Any:
     log_q, p = jax.nn.log_softmax(features @ kernel), jax.nn.softmax(target_features @ target_kernel)
     losses = optax.losses.kl_divergence(log_q, p)
@@ -105,6 +93,6 @@ def optax_divergence(features: Any, kernel: Any, target_features: Any, target_ke
 
 WITH_OPTAX: Ops = {
     "log_probs": optax_log_probs,
-    "linear_log_probs": optax_linear_log_probs,
+    "linear_log_probs": lambda features, kernel, labels, where=None: optax_log_probs(features @ kernel, labels, where),
     "linear_kl_divergence": optax_divergence,
 }

@@ -1,6 +1,7 @@
 """The benchmarks of programs: shapes in place of arrays, what is counted, and what is timed on a GPU."""
 
 import dataclasses
+import functools
 import time
 import types
 
@@ -78,8 +79,8 @@ def test_operations_are_counted_before_xla_joins_those_that_are_equal_and_for_an
 
 def test_a_program_has_kernels_of_which_it_is_the_sum():
     program = compile_for("cpu", lambda x: jnp.sum(x) + x, X)
-    assert program.bytes_moved == sum(moved for *_, moved in program.kernels()) > 2048
-    assert program.launches == len(list(program.kernels()))
+    assert program.bytes_moved == sum(kernel.bytes_moved for kernel in program.kernels) > 2048
+    assert program.launches == len(program.kernels)
     assert program.collectives == {}
     assert programs.Program(SCATTERS, 0).scatters == 2  # inside of kernels too
 
@@ -93,7 +94,7 @@ def test_programs_can_be_kept(tmp_path, monkeypatch):
 
 
 def test_what_is_missing_is_told(monkeypatch):
-    monkeypatch.setitem(TARGETS, "h100", dataclasses.replace(TARGETS["h100"], module="nothing_of_this_name"))
+    monkeypatch.setitem(TARGETS, "h100", TARGETS["h100"]._replace(module="nothing_of_this_name"))
     with pytest.raises(
         SystemExit, match=r'h100: nothing_of_this_name is not installed: pip install "\.\[gpu-compile\]"'
     ):
@@ -110,19 +111,20 @@ def test_without_a_gpu_it_says_what_it_needs():
 
 
 @pytest.mark.forms
-def test_candidates_are_timed_and_what_fails_or_has_no_time_is_named(monkeypatch):
+def test_candidates_are_timed_and_what_fails_or_has_no_time_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(measure.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(gpu, "SECONDS", 1e-4)
     assert gpu.bytes_per_second(2**20) > 0
     bad, end = dataclasses.replace(CASE, work="bad", prepare=lambda: 1 / 0), time.monotonic() + 60
-    timed = lambda name, case: gpu.rows_of(name, case, 1e9, end)  # noqa: E731
-    rows, failures = command.rows_of_all([("powers", bad), ("powers", CASE)], timed, "")
+    timed = functools.partial(gpu.rows_of, bandwidth=1e9, end=end)
+    cases, path = [("powers", bad), ("powers", CASE)], tmp_path / "powers.csv"
+    failures = command.run(command.parser_of().parse_args([]), "", cases, timed, gpu.table, path)
+    rows = results.read_csv(path)
     assert failures == ["powers: bad, none, float32, large: ZeroDivisionError: division by zero"]
     assert [(row.what, row.candidate, row.bytes) for row in rows] == [
         (*each, size) for each, size in zip(EACH, (2048, 2048, 4096, 4096), strict=True)
     ]
     assert all(0 < row.minimum_ms <= row.median_ms for row in rows)
-    assert {len(line) for line in gpu.lines_of(rows)} == {len(gpu.HEADER)}
     with pytest.raises(TimeoutError, match="no time was left"):
         list(gpu.rows_of("powers", CASE, 1e9, time.monotonic() - 1))
 
@@ -133,9 +135,10 @@ def test_a_smoke_run_compiles_a_case_and_prints_its_table(capsys, monkeypatch):
     compiled.main(["--target", "cpu", "--quick"])
     assert "power" in capsys.readouterr().out
     options = command.parser_of().parse_args(["--only", "softmax", "--quick"])
-    assert sorted(case.work for _, case in command.chosen(gpu.cases(), options)) == sorted(formulas.SOFTMAX)
+    assert sorted(case.work for _, case in command.choose(gpu.cases(), options)) == sorted(formulas.SOFTMAX)
 
 
 def test_the_tables_of_programs_are_made_from_the_csvs():
-    for target in ("h100", "cpu"):
-        assert compiled.table(results.read_csv(results.csv_of(f"compiled/{target}"))).count("\n") > 50
+    of_h100, of_cpu = (results.read_csv(results.csv_of(f"compiled/{target}")) for target in ("h100", "cpu"))
+    assert compiled.table_of_ops(results.pairs(of_h100)).count("\n") > 50
+    assert operations.table(of_cpu).count("\n") > 50
