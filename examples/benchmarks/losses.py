@@ -56,8 +56,8 @@ CTC = {"tiny": (2, 16, 4), "middle": (8, 64, 16), "large": (16, 256, 48)}  # sam
 # optax's ntxent has an array of rows x rows x width, and its sparsemax a loop over rows.
 MOST = {"ntxent": (512, 128), "multiclass_sparsemax_loss": (1024, 1 << 20)}
 EAGER = ("squared_error", "sigmoid_binary_cross_entropy", "ctc_loss")
-WITHOUT_MASK = {  # no loss for each row or element, or no mask
-    *("ranking_softmax_loss", "multiclass_generalized_dice_loss", "ntxent"),
+WITHOUT_MASK = {  # no loss for each row or element, or a mask that optax has not, since it changes the other elements
+    *("ranking_softmax_loss", "multiclass_generalized_dice_loss", "ntxent", "smooth_labels"),
     *("ctc_loss_with_forward_probs", "safe_softmax_cross_entropy"),
 }
 FLOAT32_ONLY = {"multiclass_sparsemax_loss"}  # optax's gradient fails with 16-bit floats
