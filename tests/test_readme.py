@@ -44,7 +44,7 @@ def rows_of(heading):
     return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/getting_started.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
 def test_a_prompt_takes_every_block_and_prints_what_it_says(page):
     pytest.importorskip("flax")
     prompt, is_printed = Prompt(), doctest.OutputChecker().check_output
