@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+from masksafe._core import platforms
 from masksafe._core.arguments import as_real_array
 from masksafe._core.extrema import extremum, over_devices
 from masksafe._core.masks import Weighting
@@ -106,4 +109,6 @@ def _min(segments: Segments, x: Array, weighting: Weighting) -> Array:
 
 def _reduce(is_max: bool, segments: Segments, x: Array, limit: Array | float) -> Array:
     """The extremum of each segment, over all devices; NaN if an unmasked element is NaN."""
-    return over_devices(is_max, segments.extremum(is_max, x, limit), segments.devices)
+    on_cpu = functools.partial(segments.extremum, is_max, limit=limit)
+    elsewhere = functools.partial(segments.extremum_by_order, is_max, limit=limit, is_wide=True)
+    return over_devices(is_max, platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x), segments.devices)

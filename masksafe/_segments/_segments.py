@@ -54,16 +54,20 @@ class Segments:
         return scatter(empty, self.ids[:, None], x, dimensions, **options)
 
     def extremum(self, is_max: bool, x: Array, limit: Array | float) -> Array:
-        """The largest, or the smallest, elements of each segment, on this device; NaN where one is."""
-
-        def by_order(x: Array, is_wide: bool) -> Array:
-            order, start = (as_ordered_integer(a, is_max, is_wide=is_wide) for a in (x, jnp.asarray(limit, x.dtype)))
-            return from_ordered_integer(self.combined(scatter, order, start), x.dtype)
-
+        """The largest, or the smallest, elements of each segment, on this device."""
         scatter = lax.scatter_max if is_max else lax.scatter_min
-        narrow, wide = (functools.partial(by_order, is_wide=is_wide) for is_wide in (False, True))
-        on_cpu = narrow if x.dtype == jnp.bfloat16 else lambda x: self.combined(scatter, x, limit)
-        return platforms.on_cpu_or_elsewhere(on_cpu, wide, x)
+        plain = lambda x: self.combined(scatter, x, limit)  # noqa: E731
+        if x.dtype != jnp.bfloat16:
+            return plain(x)
+        by_order = functools.partial(self.extremum_by_order, is_max, limit=limit, is_wide=False)
+        return platforms.on_cpu_or_elsewhere(by_order, plain, x)
+
+    def extremum_by_order(self, is_max: bool, x: Array, limit: Array | float, *, is_wide: bool) -> Array:
+        """The same by integers of that order; NaN where one is."""
+        order, start = (as_ordered_integer(a, is_max, is_wide=is_wide) for a in (x, jnp.asarray(limit, x.dtype)))
+        return from_ordered_integer(
+            self.combined(lax.scatter_max if is_max else lax.scatter_min, order, start), x.dtype
+        )
 
     def sum(self, x: Array, where: Array | None = None) -> Array:
         """The sum of the unmasked elements of each segment, over all devices.

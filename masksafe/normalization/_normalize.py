@@ -114,8 +114,8 @@ def _reverse(norm: Norm, residuals: tuple[NormInputs, Moments], d_y: Array) -> t
     if any(p is not None and math.prod(p.shape[:leading]) != 1 for p in parameters):
         leading = 0  # their cotangents are not sums over all rows
     slopes, args = functools.partial(_slopes, norm, d_y.ndim - leading), (inputs, row_moments, d_y)
-    is_one_pass = d_y.size <= platforms.choices().most_elements_in_one_pass
-    if leading and norm.rows.are_one_kernel(inputs.x, inputs.where) and is_one_pass:
+    is_one_kernel = norm.rows.are_one_kernel(inputs.x, inputs.where)  # which has no symbolic size
+    if leading and is_one_kernel and d_y.size <= platforms.choices().most_elements_in_one_pass:
         by_kernels = functools.partial(_slopes_by_kernels, norm, slopes)
         slopes = functools.partial(platforms.on_cpu_or_elsewhere, by_kernels, slopes)
     (d_x, d_weights), totals = row_blocks.map_row_blocks(slopes, *args, leading=leading, has_totals=True)
