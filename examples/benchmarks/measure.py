@@ -169,7 +169,7 @@ def measure(
         first, *others = map(min, samples.values())
         if clear and others and done == FEWEST_ROUNDS and first < clear * min(others):
             break
-        if clear and others and done == rounds and first > 1.1 * min(others):
+        if clear and others and FEWEST_ROUNDS < done == rounds and first > 1.1 * min(others):
             rounds = max(rounds, ROUNDS_IF_SLOWER)
     return samples
 

@@ -65,9 +65,7 @@ class Segments:
     def extremum_by_order(self, is_max: bool, x: Array, limit: Array | float, *, is_wide: bool) -> Array:
         """The same by integers of that order; NaN where one is."""
         order, start = (as_ordered_integer(a, is_max, is_wide=is_wide) for a in (x, jnp.asarray(limit, x.dtype)))
-        return from_ordered_integer(
-            self.combined(lax.scatter_max if is_max else lax.scatter_min, order, start), x.dtype
-        )
+        return from_ordered_integer(self.extremum(is_max, order, start), x.dtype)
 
     def sum(self, x: Array, where: Array | None = None) -> Array:
         """The sum of the unmasked elements of each segment, over all devices.
