@@ -101,7 +101,7 @@ BOUNDS = {
     "ctc_loss_with_forward_probs": {"none": (359, 737)},
     "ntxent": {"none": (146, 269)},
     "triplet_margin_loss": {"none": (86, 145), "masked": (110, 190)},
-    "smooth_labels": {"none": (14, 18), "masked": (28, 37)},
+    "smooth_labels": {"none": (14, 18)},
     "make_fenchel_young_loss": {"none": (60, 86), "masked": (89, 142)},
     "linear forward divergence": {"none": (118, 233), "75 % of tokens": (178, 325)},
     "linear reverse divergence": {"none": (118, 240)},

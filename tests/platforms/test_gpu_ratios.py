@@ -150,7 +150,6 @@ ABOVE = {
     ("RMS norm", "none"): 1.17,
     ("RMS norm", "rows"): 1.17,
     ("RMS norm", "elements"): 1.22,
-    ("smooth_labels", "masked"): 1.12,
     ("standardize", "elements"): 1.26,
 }
 
