@@ -73,7 +73,8 @@ def check_integer_labels(
     yield Finding(f"labels are outside [0, {num_classes})", unmasked & ~in_range, unmasked, labels)
     if where is not None and any(where.shape[a] > 1 for a in axes):
         local = devices.local(labels, classes_here)
-        at_unmasked = any_class(where & (jnp.expand_dims(local, axes) == class_index(shape, axes)))
+        classes = class_index(shape, axes).astype(local.dtype)
+        at_unmasked = any_class(where & (jnp.expand_dims(local, axes) == classes))
         yield Finding("labels are at a masked class", unmasked & in_range & ~at_unmasked, unmasked, labels)
 
 
