@@ -173,7 +173,8 @@ def _by_kernels(
     (x, t, where), choices = args[0].rows(axes), platforms.choices()
     # The loop goes through no array: a value needs it on an automatic mesh as well, where rows are in one pass.
     is_looked_at = sharding.may_loop(args) if fewest is None else sharding.are_whole(args)
-    is_served = is_looked_at and _are_kernels(where, x, t, longest=choices.longest_row_of_kernels)
+    longest = choices.longest_row_of_kernels if sharding.may_loop(args) else None  # there are no blocks otherwise
+    is_served = is_looked_at and _are_kernels(where, x, t, longest=longest)
     if not is_served or x.size < (fewest or choices.most_elements_in_one_pass + 1):
         return by_rows(*args)
     return platforms.on_cpu_or_elsewhere(in_one_kernel, by_rows, *args)

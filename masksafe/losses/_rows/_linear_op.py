@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import per_device, platforms, sharding, unfolded
-from masksafe._core.derivatives import rule_of_kernels
+from masksafe._core.derivatives import rule_of_kernels, without_mask_of_rows
 from masksafe._core.masks import both, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Arrays, Pytree, jitted
@@ -175,7 +175,8 @@ def _plain(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Py
         unmasked = None if unmasked is None else unmasked[..., None]
         clean = functools.partial(selected, where=unmasked)
         layers = [layer._replace(features=clean(x)) for layer, x in zip(flat.layers, features, strict=True)]
-        logits = tuple(clean(layer.logits(dtype)) for layer in layers)
+        logits, where = without_mask_of_rows(unmasked, (-1,), *(layer.logits(dtype) for layer in layers))
+        logits = tuple(selected(x, where) for x in logits)
         return tuple(map(clean, formula.plain_outputs(logits, formula.cleaned(data, unmasked), classes)))
 
     rows = [layer.features for layer in flat.layers], flat.data, flat.unmasked
