@@ -138,9 +138,9 @@ def listed(*parts: str) -> str:
 
 
 def counts(values: Sequence[float]) -> str:
-    """How many ratios there are, their geometric mean, how many exceed the limit."""
+    """The geometric mean of some ratios, and how many of them exceed the limit."""
     above = sum(value > SLOWER for value in values)
-    return f"{len(values)} ratios, geometric mean {mean(values):.2f}, {above} above {SLOWER}"
+    return f"{mean(values):.2f} ({above} of {len(values)} above {SLOWER})"
 
 
 def as_markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -170,7 +170,9 @@ def environment(rows: Sequence[Row], packages: Sequence[str] = ()) -> str:
     dates = sorted(distinct(rows, "date"))
     days = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
     found = [" and ".join(of_package[name]) for name in packages or of_package if name in of_package]
-    return listed(days, " and ".join(distinct(rows, "machine")), " and ".join(python), *found)
+    # Some processors of one name tell their clock rate.
+    machines = dict.fromkeys(re.sub(" @ [^ ,]+", "", machine) for machine in distinct(rows, "machine"))
+    return listed(days, " and ".join(machines), " and ".join(python), *found)
 
 
 def jax_of(rows: Sequence[Row]) -> str:

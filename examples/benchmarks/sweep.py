@@ -195,7 +195,8 @@ def summary(_: Benchmark, rows: Sequence[Row]) -> str:
     found = results.best_peers(rows)
     ratios, short = [pair.minimum for pair in longer(found)], len(found) - len(longer(found))
     above = ", ".join(f"{sum(ratio > limit for ratio in ratios)} above {limit}" for limit in (1.2, 1.6))
-    return f"{results.counts(ratios)}, {above}; {short} more of calls shorter than {results.DISPATCH_MS} ms."
+    shorter = f"{short} more of calls shorter than {results.DISPATCH_MS} ms"
+    return f"the geometric mean is {results.counts(ratios)}, {above}; {shorter}."
 
 
 def section() -> str:
