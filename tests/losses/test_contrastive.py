@@ -198,11 +198,7 @@ def in_ring(fn, mesh, axis_name, check_vma=True, out_specs=None):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    ("name", "axes"),
-    [
-        *(("info_nce", axes) for axes in ("d", "b, a")),
-        *(("sigmoid", axes) for axes in ("a, b", "a")),
-    ],
+    ("name", "axes"), [*(("info_nce", axes) for axes in ("d", "b, a")), *(("sigmoid", axes) for axes in ("a, b", "a"))]
 )
 def test_a_ring_of_devices_has_the_loss_of_one(name, axes, check_vma):
     """One of them has no unmasked row."""

@@ -9,18 +9,7 @@ import pytest
 from comparisons import assert_close
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from linear_cases import (
-    BAD,
-    BIAS,
-    CLASSES,
-    FEATURES,
-    KERNEL,
-    LABELS,
-    TOKENS,
-    WIDTH,
-    bad_rows,
-    singles,
-)
+from linear_cases import BAD, BIAS, CLASSES, FEATURES, KERNEL, LABELS, TOKENS, WIDTH, bad_rows, singles
 
 from masksafe.losses import linear_log_probs
 

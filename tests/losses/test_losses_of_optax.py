@@ -91,11 +91,7 @@ CASES = [
     Case("triplet_margin_loss", (X, Y, P), {"margin": 2.0}),
     Case("dice_loss", (PIXELS, TRUTH)),
     Case("dice_loss", (PIXELS, TRUTH), {"reduction": "none", "alpha": 0.3, "smooth": 0.5, "ignore_background": True}),
-    Case(
-        "dice_loss",
-        (PIXELS, TRUTH),
-        {"reduction": "sum", "class_weights": np.float32([0, 1, 2, 3]), "axis": (1, 2)},
-    ),
+    Case("dice_loss", (PIXELS, TRUTH), {"reduction": "sum", "class_weights": np.float32([0, 1, 2, 3]), "axis": (1, 2)}),
     Case("dice_loss", (PIXELS[..., :1], TRUTH[..., 0])),
     Case("multiclass_generalized_dice_loss", (PIXELS, TRUTH)),
     Case("multiclass_generalized_dice_loss", (PIXELS, TRUTH), {"ignore_background": True}),

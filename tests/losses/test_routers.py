@@ -138,8 +138,7 @@ def test_where_broadcasts_to_the_tokens():
 
 
 @pytest.mark.parametrize(
-    ("probs", "indices"),
-    [((3, EXPERTS), (3, K)), ((0, 5), (0, 2)), ((3, 5), (3, 0)), ((3, 0), (3, 2))],
+    ("probs", "indices"), [((3, EXPERTS), (3, K)), ((0, 5), (0, 2)), ((3, 5), (3, 0)), ((3, 0), (3, 2))]
 )
 def test_no_assignment_is_0(probs, indices):
     value, gradient = jax.value_and_grad(load_balancing_loss)(np.ones(probs, np.float32), np.full(indices, -1))

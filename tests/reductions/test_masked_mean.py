@@ -241,9 +241,7 @@ def test_nothing_left_anywhere_is_0():
 
 
 @pytest.mark.parametrize(
-    ("axes", "options"),
-    [(("a", "b"), {}), ("a", {"check_vma": False}), ("a", {"axis_names": {"a"}})],
-    ids=str,
+    ("axes", "options"), [(("a", "b"), {}), ("a", {"check_vma": False}), ("a", {"axis_names": {"a"}})], ids=str
 )
 def test_gradient_over_devices_is_that_of_the_whole(axes, options):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -313,9 +311,7 @@ def dpo_loss(policy, reference, tokens_mask):
 
 
 @pytest.mark.parametrize(
-    "in_axes",
-    [(None, {"policy": -2, "reference": 1}, None, {"tokens": 1, "none": None}), 1],
-    ids=str,
+    "in_axes", [(None, {"policy": -2, "reference": 1}, None, {"tokens": 1, "none": None}), 1], ids=str
 )
 def test_in_axes_cuts_pairs_along_their_batch(in_axes):
     policy, reference = RNG.normal(size=(2, 2, 8, 5)).astype(np.float32)

@@ -157,11 +157,7 @@ def by_pmap(step, check_vma):
 
 @pytest.mark.parametrize(
     ("over_devices", "step", "check_vma"),
-    [
-        (by_shard_map, "mean", True),
-        (by_shard_map, "mean, then pmean", False),
-        (by_pmap, "mean, then pmean", False),
-    ],
+    [(by_shard_map, "mean", True), (by_shard_map, "mean, then pmean", False), (by_pmap, "mean, then pmean", False)],
 )
 def test_a_step_on_two_devices_is_that_of_the_whole_batch(over_devices, step, check_vma):
     on_two = over_devices(STEPS[step], check_vma)

@@ -84,11 +84,7 @@ TRACED = ("op by op", "jit")
 BATCHED = ("jit", "vmap", "vmap, last axis")
 BUGS = [
     (compiled_reverse_rule, TRACED, r"gradient with respect to argument 0, "),
-    (
-        forward_rule_for_another_axis,
-        ("jit", "value_and_grad"),
-        r"jit against value_and_grad: 4\d of 48 ",
-    ),
+    (forward_rule_for_another_axis, ("jit", "value_and_grad"), r"jit against value_and_grad: 4\d of 48 "),
     (forward_rule_with_another_value, ("jit", "jvp"), r"jit against jvp: "),
     (doubled_if_compiled, ("op by op", "jit", "vmap"), r"op by op against jit, vmap: "),
     (batching_rule_for_the_last_axis, BATCHED, r"jit against vmap, vmap, last axis: "),

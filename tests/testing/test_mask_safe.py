@@ -92,10 +92,7 @@ MASKS_LESS = r"In the call of `empty`, which should mask everything: .*\n +argum
 
 # Planted bugs, and what the report must say of each.
 LEAKS = [
-    (
-        check(lambda x: clean(x) + zero_with_a_gradient(x)),
-        "2 of 2 masked elements",
-    ),
+    (check(lambda x: clean(x) + zero_with_a_gradient(x)), "2 of 2 masked elements"),
     (check(lambda x: x.sum()), "derivative: value"),
     (check(lambda x: x * ~MASK), "derivative: value"),
     (check(ZERO_TIMES), "derivative: value"),
@@ -106,20 +103,14 @@ LEAKS = [
     (check(scaled, X, jnp.float32(2.0)), "gradient with respect to argument 1"),
     (check(lambda i: TABLE[i], INDEX, masked={0: OF_INDEX}), r"argument: +0, int32"),
     (check(lambda x: x + 1), "derivative: value"),
-    (
-        check(naive_mean, X, WHERE, empty=(X, NOTHING), garbage=[1.0]),
-        "With everything masked, a result is not finite",
-    ),
+    (check(naive_mean, X, WHERE, empty=(X, NOTHING), garbage=[1.0]), "With everything masked, a result is not finite"),
     (check(mean, X, WHERE, empty=(X, ~MASK)), MASKS_LESS),
     (check(mean, X, WHERE, empty=(X, ~NOTHING)), MASKS_LESS),
     (
         check(lambda p: of_a_tree(p)["out"] + p["b"].sum(), TREE, masked=OF_TREE),
         r"argument: +0, float32\[3\], float32\[2, 3\], 3 of 9",
     ),
-    (
-        check(lambda batch: where_unmasked(batch["x"]), BATCH, masked=OF_BATCH),
-        "derivative: gradient",
-    ),
+    (check(lambda batch: where_unmasked(batch["x"]), BATCH, masked=OF_BATCH), "derivative: gradient"),
 ]
 SAFE = [
     check(leaking(1), order=0),
