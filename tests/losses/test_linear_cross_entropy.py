@@ -17,7 +17,7 @@ from masksafe.losses import linear_log_probs, linear_softmax_cross_entropy
 from masksafe.losses._rows._packing import Packed
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
-total_of_cross_entropy = functools.partial(cases.total_of, cases.outputs_of, cases.CROSS_ENTROPY)
+total_of_cross_entropy = functools.partial(cases.total_of, cases.CROSS_ENTROPY)
 log_probs_and_entropies = functools.partial(linear_log_probs, with_entropy=True)
 
 

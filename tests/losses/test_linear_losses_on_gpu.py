@@ -18,8 +18,6 @@ KERNEL, TARGET_KERNEL = RNG.normal(size=(2, WIDTH, CLASSES)).astype(np.float32) 
 LABELS = RNG.integers(0, CLASSES, TOKENS).astype(np.int32)
 MASK = RNG.random(TOKENS) < 0.6
 SMALL_TILES = {"least_logits": 2**20, "most_logits": 2**20, "token_block_elements_elsewhere": 2**20}
-
-
 OTHERS = {
     CROSS_ENTROPY: {"labels": LABELS, "reduction": "none"},
     LOG_PROBS: {"labels": LABELS},
@@ -37,9 +35,6 @@ def of_logits(op, features, kernel, where, **_):
     return [fn(x, LABELS, where=where)]
 
 
-each_op = pytest.mark.parametrize("op", OTHERS)
-
-
 def results(fn, op, features):
     """The losses, and the gradients by the features and the kernel."""
 
@@ -53,7 +48,7 @@ def results(fn, op, features):
         return jax.device_get(step(features, KERNEL, MASK))
 
 
-@each_op
+@pytest.mark.parametrize("op", OTHERS)
 @pytest.mark.parametrize("sizes", [{}, SMALL_TILES], ids=["one tile", "tiles"])
 def test_results_are_those_of_the_logits_and_garbage_changes_no_bit(op, sizes, choose):
     choose(linear=sizes)
@@ -73,9 +68,7 @@ def test_checks_report_what_is_bad_and_not_what_is_masked(name):
     def loss(labels):
         if name == "linear":
             return losses.linear_softmax_cross_entropy(FEATURES, KERNEL, labels, where=MASK)
-        return masksafe.mean(
-            losses.softmax_cross_entropy_with_integer_labels(FEATURES @ KERNEL, labels, where=MASK), where=MASK
-        )
+        return losses.softmax_cross_entropy_with_integer_labels(FEATURES @ KERNEL, labels, where=MASK)
 
     with masksafe.label_checks("raise"):
         jax.block_until_ready(loss(np.where(MASK, LABELS, -100)))
