@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparisons import assert_close
 
 from masksafe import losses
 
@@ -28,9 +27,6 @@ OPTIONS = {**CAPPED, "label_smoothing": 0.1, "z_loss": 0.01}
 DIRECTIONS = "forward", "reverse", "jensen_shannon"
 
 singles = functools.partial(jax.tree.map, lambda x: np.float32(x) if np.asarray(x).dtype == np.float64 else x)
-
-
-# The ops.
 
 
 def top_k_targets(k=K, class_mask=CLASS_MASK):

@@ -57,9 +57,6 @@ def assert_close(actual, expected, rtol=1e-5):
     jax.tree.map(close, actual, expected)
 
 
-# In blocks of any size.
-
-
 @pytest.mark.parametrize("block_size", [5, None, 1])
 @pytest.mark.parametrize("name", ["info_nce", "sigmoid", "one direction"])
 def test_blocks_of_any_size_give_what_the_definition_says_and_large_logits_do_not_overflow(name, block_size):
@@ -91,9 +88,6 @@ def test_large_ids_of_numpy_do_not_become_equal():
     wide = IDS.astype(np.int64)
     for ids in (wide + 2**40, wide << 32, -(wide << 40), IDS.astype(np.uint64) << np.uint64(60)):
         np.testing.assert_array_equal(info_nce_loss(X, Y, ids=ids), info_nce_loss(X, Y, ids=IDS))
-
-
-# Digits.
 
 
 def test_sure_pairs_lose_no_digit():
@@ -129,9 +123,6 @@ def test_dtypes(name):
             for dtype in (np.float32, np.float64):
                 sides = X.astype(dtype), Y.astype(dtype)
                 assert jax.eval_shape(loss_of(name), *sides, 2, np.float64(-1), WHERE, IDS).dtype == dtype
-
-
-# Edges.
 
 
 def test_one_row_has_no_negatives():
@@ -180,8 +171,6 @@ def test_a_bad_row_shows_where_it_counts(name):
     np.testing.assert_array_equal(np.isnan(run(bad, Y, *args)), of_all if name == "info_nce" else OWN == 2)
     np.testing.assert_array_equal(np.isnan(run(X, bad, *args)), of_all)
 
-
-# Over devices.
 
 MESHES = {"d": ((DEVICES,), "d"), "a, b": ((4, 2), ("a", "b")), "b, a": ((4, 2), ("b", "a")), "a": ((4, 2), "a")}
 
@@ -292,9 +281,6 @@ def test_features_go_round_and_nothing_is_gathered(name):
     ]
     collectives = compile_for("cpu", with_gradients(fn), *shapes).collectives
     assert set(collectives) <= {"collective-permute", "all-reduce"}
-
-
-# Memory.
 
 
 @pytest.mark.parametrize("masked", [True, False])

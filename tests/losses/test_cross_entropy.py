@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiers import optimised_jit, pairs
+from tiers import optimised_jit
 
 import masksafe
 from masksafe._core import platforms
@@ -89,9 +89,6 @@ def exact(logits, labels):
     """The same in float64, of labels that are no shares."""
     loss, entropy, of_loss, of_entropy = reference(logits, labels)
     return {name: (entropy, of_entropy) if name == "entropy" else (loss, of_loss) for name in OPS}
-
-
-# Shapes and masks.
 
 
 @pytest.mark.parametrize("loss", [soft, with_entropy])
@@ -238,9 +235,6 @@ def test_narrow_labels_of_more_classes_than_they_can_count():
         np.testing.assert_allclose(losses, reference(logits, y.astype(int))[0], rtol=1e-6)
 
 
-# Digits and dtypes.
-
-
 @pytest.mark.parametrize(
     ("dtype", "where", "temperature"),
     [("bfloat16", CLASSES, 0.7), ("float32", ROWS, 1.0), ("float16", CLASSES, 3.0), ("float32", None, 1e-4)],
@@ -354,10 +348,8 @@ def test_labels_of_0_need_no_probabilities(blocks, loss, masked):
         assert not np.asarray(x)[:2].any()
         np.testing.assert_array_equal(np.isfinite(x.reshape(4, -1)).all(1), [True, True, False, True])
     assert np.isfinite(of_labels[jnp.array([0, 1, 3])]).all()
-    assert of_logits[3, 5] == of_labels[3, 5] == 0
-
-
-# Programs.
+    assert of_logits[3, 5] == 0
+    assert of_labels[3, 5] == (2 if loss.func is poly_loss_cross_entropy else 0)  # 2 is the default of epsilon
 
 
 def sum_and_gradient(loss, logits, labels, where):
@@ -424,9 +416,6 @@ def test_residuals_are_the_arguments_and_row_values(loss, labels):
     assert all(any(a is b or (np.asarray(a) == np.asarray(b)).all() for b in (LOGITS, TARGETS)) for a in large)
 
 
-# Options.
-
-
 CLASS_WEIGHTS = np.array([2.0, 0.5, 1.0, 3.0, 0.0, 0.25, 1.5], np.float32)
 
 
@@ -465,12 +454,6 @@ def test_a_bad_class_weight_shows_in_the_rows_whose_label_has_it_alone(bad):
     assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), results(LABELS != 3)))
 
 
-def test_without_a_z_loss_its_component_is_0():
-    cross_entropy, z_loss = integer(LOGITS.astype(jnp.bfloat16), LABELS, with_components=True)
-    assert cross_entropy.dtype == z_loss.dtype == jnp.bfloat16
-    assert not z_loss.any()
-
-
 def rows_of_every_kind():
     """Logits, targets and cotangents: NaN, infinities, absent classes and rows, whose results are used or replaced."""
     logits, targets = (np.tile(np.asarray(a), (8, 1))[:26] for a in (3 * LOGITS, TARGETS))
@@ -505,3 +488,19 @@ def test_a_mask_of_one_axis_means_times_where_logits_have_two_axes_of_rows():
     mask = jnp.arange(6) < 2
     losses = loss(jnp.zeros((4, 6, 7)), jnp.zeros((4, 6), int), where=mask)
     np.testing.assert_array_equal(losses > 0, jnp.broadcast_to(mask, (4, 6)))
+
+
+def test_the_epsilon_of_the_poly_loss_has_a_gradient_and_broadcasts():
+    loss = lambda e: poly_loss_cross_entropy(LOGITS, TARGETS, epsilon=e)  # noqa: E731
+    all_of = jax.jit(lambda *epsilons: (jax.grad(lambda e: loss(e).sum())(2.0), *map(loss, epsilons)))
+    slope, of_rows, several, of_two, of_one = all_of(jnp.full(4, 2.0), jnp.array([[1.0], [2.0]]), 2.0, 1.0)
+    missing = jnp.sum(TARGETS * (1 - jax.nn.softmax(LOGITS)), -1)
+    np.testing.assert_allclose(slope, missing.sum(), rtol=1e-5)
+    np.testing.assert_allclose(of_rows, of_two, rtol=1e-6)
+    np.testing.assert_allclose(several, np.stack([of_one, of_two]), rtol=1e-5)
+
+
+def test_the_epsilon_of_a_bad_row_whose_loss_is_replaced_has_a_gradient_of_0():
+    logits = LOGITS.at[1].set(NAN)
+    of_epsilon = lambda e: jnp.where(ROWS, poly_loss_cross_entropy(logits, TARGETS, epsilon=e), 0).sum()  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(jax.grad(of_epsilon))(jnp.ones(4)) == 0, ~ROWS)

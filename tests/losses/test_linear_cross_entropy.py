@@ -130,9 +130,6 @@ def test_weights_too_small_for_the_dtype_of_the_loss_are_zero():
         assert of(*cases.singles((FEATURES, KERNEL)), LABELS) == 0
 
 
-# The z-loss.
-
-
 def test_without_a_z_loss_its_component_is_zero():
     of = jax.jit(lambda x, c: linear_softmax_cross_entropy(x, KERNEL, LABELS, with_components=c), static_argnums=1)
     np.testing.assert_allclose(of(FEATURES, True), [of(FEATURES, False), 0], rtol=1e-6)
@@ -154,17 +151,11 @@ def test_a_label_out_of_range_leaves_the_z_loss(platform, reduction):
     np.testing.assert_array_equal(np.isnan(cross_entropy), BAD if reduction == "none" else True)
 
 
-# Numbers.
-
-
 def test_gradient_of_the_kernel_is_accumulated_in_float32():
     """4000 tokens that each add less than a rounding of the sum in bfloat16."""
     features, labels = jnp.ones((4000, 1), "bfloat16"), jnp.zeros(4000, int)
     loss = lambda kernel: linear_softmax_cross_entropy(features, kernel, labels, reduction="sum")  # noqa: E731
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(jnp.zeros((1, 2), "bfloat16")), [[-2000, 2000]])
-
-
-# Sizes.
 
 
 @pytest.mark.parametrize("classes", [23, 1])

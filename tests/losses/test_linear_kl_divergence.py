@@ -52,9 +52,6 @@ def test_teacher_has_no_gradients_unless_asked():
         assert along(ARGS[2]) == 0
 
 
-# Digits.
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("noise", [1e-3, 1.0])
 def test_the_error_is_that_of_the_formula(direction, noise):

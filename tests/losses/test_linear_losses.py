@@ -48,8 +48,6 @@ def test_any_batch_axes(op):
     np.testing.assert_allclose(run(given, rows), flat.reshape(shape), rtol=2e-5, atol=1e-6)
 
 
-# Digits and dtypes.
-
 DIGITS = [*itertools.product(OPS, ("bfloat16", "float16")), (CROSS_ENTROPY, "mixed")]
 
 
@@ -180,9 +178,6 @@ def test_dead_places_of_a_block_do_not_meet_an_infinite_weight(platform, op):
     assert np.isfinite(gradients["kernel"]).all()
     assert gradients["kernel"][0, 0] == 0
     assert np.isfinite(np.asarray(gradients["features"])[~MASK]).all()
-
-
-# One answer everywhere.
 
 
 @cases.in_turn(("op",), [("elsewhere", CROSS_ENTROPY)], [(DIVERGENCE,), (TOP_K,), (CROSS_ENTROPY,), (LOG_PROBS,)])

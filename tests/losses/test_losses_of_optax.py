@@ -131,9 +131,6 @@ def value_and_gradients(loss, args):
     return out, gradients
 
 
-# As optax has it.
-
-
 def test_every_name_has_the_parameters_of_optax():
     for name in NAMES:
         expected = list(inspect.signature(getattr(optax.losses, name)).parameters.values())

@@ -28,9 +28,6 @@ def whole():
     return LOSS(PROBS, INDICES, MASK)
 
 
-# Indices out of range.
-
-
 def test_an_index_out_of_range_is_nan():
     for index in (-2, EXPERTS, 2**31 - 1):
         indices = INDICES.copy()
@@ -54,9 +51,6 @@ def test_checks_of_statistics_name_them():
         RouterStatistics.of(PROBS, INDICES[0])
     with pytest.raises(ValueError, match="psum: axis_name: got value 'x'"):
         RouterStatistics.of(PROBS, INDICES).psum("x")
-
-
-# Parts.
 
 
 def parts(of=RouterStatistics.of, probs=PROBS):
@@ -91,9 +85,6 @@ def test_is_a_pytree_for_jit_vmap_scan_and_map():
         np.testing.assert_allclose(together.loss, expected, rtol=1e-6)
 
 
-# Devices.
-
-
 @pytest.mark.parametrize("how", ["axis_name", "psum"])
 @pytest.mark.parametrize("spec", [P("x"), P("y", "x")], ids=str)
 def test_over_devices_is_that_of_the_whole_with_its_gradient(how, spec):
@@ -123,9 +114,6 @@ def test_tokens_split_on_a_mesh(kind, spec):
         value, gradient = LOSS(*args)
     chex.assert_trees_all_close((np.asarray(value), np.asarray(gradient)), whole(), rtol=1e-5, atol=1e-7)
     assert gradient.sharding.is_equivalent_to(args[0].sharding, 3)
-
-
-# Dtypes, shapes, memory.
 
 
 def test_where_broadcasts_to_the_tokens():

@@ -38,20 +38,6 @@ def of_the_whole():
 IN_PARTS = jax.jit(value_and_grad_of_mean(mean_loss, microbatches=4))
 
 
-# The mean.
-
-
-def test_parts_add_up_to_the_whole():
-    x, where, weights = RNG.normal(size=(4, 5)), RNG.random((4, 5)) < 0.4, RNG.random((4, 5))
-    of = jax.jit(
-        lambda x, where, weights, axis=None: MaskedMean.of(x, where, weights=weights, axis=axis), static_argnums=3
-    )
-    whole, by_row = of(x, where, weights), of(x, where, weights, 1)
-    np.testing.assert_allclose(sum(map(of, x, where, weights)).value, whole.value, rtol=1e-6)
-    np.testing.assert_allclose(whole.value, masksafe.mean(x, where=where, weights=weights), rtol=1e-6)
-    np.testing.assert_allclose(by_row.value, masksafe.mean(x, 1, where, weights=weights), rtol=1e-6)
-
-
 # By sequence and by segment.
 
 X, IDS = RNG.normal(size=(8, 6)).astype(np.float32), RNG.integers(-2, 3, (8, 6)) * 10**6
@@ -120,7 +106,7 @@ def test_bad_ways_to_average_are_refused(options, error, match):
         MaskedMean.of(**{"x": X} | options)
 
 
-def test_is_a_pytree_for_scan_vmap_and_psum():
+def test_is_a_pytree_for_scan_and_vmap():
     where = RNG.random((8, 5)) < 0.4
     x = RNG.normal(size=(8, 5)).astype(np.float32)
     expected = masksafe.mean(x, where=where)
@@ -129,17 +115,6 @@ def test_is_a_pytree_for_scan_vmap_and_psum():
     zero = MaskedMean(jnp.zeros(()), jnp.zeros((), int))
     in_turn, _ = lax.scan(lambda total, part: (total + MaskedMean.of(*part), None), zero, (x, where))
     np.testing.assert_allclose(in_turn.value, expected, rtol=1e-6)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    over_devices = jax.shard_map(
-        lambda *part: MaskedMean.of(*part).psum("data").value, mesh=mesh, in_specs=P("data"), out_specs=P()
-    )
-    np.testing.assert_allclose(jax.jit(over_devices)(x, where), expected, rtol=1e-6)
-
-
-def added_in_turn(mean, times):
-    """The sum of `times` equal parts, from a scan."""
-    zero = jax.tree.map(jnp.zeros_like, mean)
-    return jax.jit(lambda mean: lax.scan(lambda total, _: (total + mean, None), zero, length=times)[0])(mean)
 
 
 def test_counts_are_floats_exact_up_to_2_to_the_24th():
@@ -149,19 +124,15 @@ def test_counts_are_floats_exact_up_to_2_to_the_24th():
         assert MaskedMean(6e9, count).value == 2
     x = jnp.broadcast_to(True, 2**24 + 10)  # counted as integers, rounded once
     assert (MaskedMean.of(x).total, MaskedMean.of(x).count) == (2**24 + 10, 2**24 + 10)
-    many = added_in_turn(MaskedMean(jnp.array(3e9), jnp.array(2_000_000_001)), 1000)
-    np.testing.assert_allclose([many.value, many.count], [1.5, 2e12], rtol=1e-4)  # rounded a thousand times
 
 
 def test_a_mean_over_devices_is_a_tree_of_specs():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     counts = 2_000 + np.arange(8)
     for psum in (lambda mean: mean.psum("data"), lambda mean: lax.psum(mean + MaskedMean(0.0, 0), "data")):
-        over_devices = jax.shard_map(
-            lambda count, psum=psum: psum(MaskedMean(2.0 * count[0], count[0])),
-            mesh=mesh, in_specs=P("data"), out_specs=MaskedMean(P(), P()),
-        )  # fmt: skip
-        mean = jax.jit(over_devices)(counts)
+        of_device = lambda count, psum=psum: psum(MaskedMean(2.0 * count[0], count[0]))  # noqa: E731
+        specs = {"in_specs": P("data"), "out_specs": MaskedMean(P(), P())}
+        mean = jax.jit(jax.shard_map(of_device, mesh=mesh, **specs))(counts)
         assert (mean.value, mean.count) == (2, 16_028)
 
 
@@ -215,9 +186,6 @@ def test_trees_of_something_else():
     assert jax.eval_shape(lambda mean: (mean + mean).value, mean).dtype == "float32"
     gradient = jax.grad(lambda mean: mean.value)(MaskedMean(jnp.float32(3), jnp.float32(2)))
     assert (gradient.total, gradient.count) == (0.5, -0.75)
-
-
-# Its gradient.
 
 
 @pytest.mark.parametrize("microbatches", [4, 1, 16])
@@ -304,18 +272,17 @@ def test_aux_keys_scalars_keywords_and_several_arguments():
     np.testing.assert_array_equal(aux["count"], [np.sum(LABELS[i::4] != -100) for i in range(4)])
 
 
-def dpo_loss(policy, reference, tokens_mask):
-    """Of the policy's log-probabilities of chosen and rejected answers `[2, batch, time]`."""
-    by_answer = masksafe.sum(policy - reference, axis=2, where=tokens_mask)
-    return MaskedMean.of(-jax.nn.log_sigmoid(by_answer[0] - by_answer[1]))
-
-
 @pytest.mark.parametrize(
     "in_axes", [(None, {"policy": -2, "reference": 1}, None, {"tokens": 1, "none": None}), 1], ids=str
 )
 def test_in_axes_cuts_pairs_along_their_batch(in_axes):
     policy, reference = RNG.normal(size=(2, 2, 8, 5)).astype(np.float32)
     mask = np.arange(5) < RNG.integers(0, 6, (2, 8))[..., None]
+
+    def dpo_loss(policy, reference, tokens_mask):
+        """Of the policy's log-probabilities of chosen and rejected answers `[2, batch, time]`."""
+        by_answer = masksafe.sum(policy - reference, axis=2, where=tokens_mask)
+        return MaskedMean.of(-jax.nn.log_sigmoid(by_answer[0] - by_answer[1]))
 
     def loss(scale, pairs, scalar, masks):
         return dpo_loss(scale * pairs["policy"], pairs["reference"], masks["tokens"]), pairs["policy"]
@@ -444,7 +411,7 @@ def test_a_mean_that_is_summed_already_is_refused():
 
 
 BATCH, RAW_KEY = (PARAMS, FEATURES, LABELS), jax.random.PRNGKey(0)
-A_KEY_IS_SPLIT = "A key of jax.random.key is split"
+SPLIT = "A key of jax.random.key is split"
 # Options, arguments, the error, and a part of its text.
 BAD_ARGUMENTS = [
     ({"argnums": (0, 0)}, BATCH, ValueError, "argnums"),
@@ -453,24 +420,9 @@ BAD_ARGUMENTS = [
     ({"axis_name": "d"}, BATCH, ValueError, "axis_name"),
     ({"microbatches": 0}, BATCH, ValueError, "microbatches: got value 0"),
     ({"microbatches": 3}, BATCH, ValueError, r"args\[1\]: got shape \(16, 6, 3\)"),
-    (
-        {"microbatches": 2},
-        (PARAMS, FEATURES, LABELS[:8]),
-        ValueError,
-        r"axes to cut of sizes 16 of args\[1\] and 8 of args\[2\]; .* in_axes is None.$",
-    ),
-    (
-        {"microbatches": 2},
-        (PARAMS, FEATURES, RAW_KEY),
-        ValueError,
-        rf"2 of args\[2\]; .* in_axes is None. {A_KEY_IS_SPLIT}",
-    ),
-    (
-        {"microbatches": 4},
-        (PARAMS, 1.0, RAW_KEY),
-        ValueError,
-        rf"args\[2\]: got shape \(2,\); expected an axis 0 .* {A_KEY_IS_SPLIT}",
-    ),
+    ({"microbatches": 2}, (*BATCH[:2], LABELS[:8]), ValueError, r"16 of args\[1\] and 8 of args\[2\]; .* is None.$"),
+    ({"microbatches": 2}, (*BATCH[:2], RAW_KEY), ValueError, rf"2 of args\[2\]; .* in_axes is None. {SPLIT}"),
+    ({"microbatches": 4}, (PARAMS, 1.0, RAW_KEY), ValueError, rf"\[2\]: got shape \(2,\); .* an axis 0 .* {SPLIT}"),
     ({"in_axes": (None, 0)}, BATCH, ValueError, "in_axes: got 2 of them; expected one for each of the 3"),
     ({"in_axes": (0, 0, 0)}, BATCH, ValueError, r"in_axes\[0\]: got value 0; expected None"),
     ({"in_axes": (None, {}, 0)}, BATCH, ValueError, r"in_axes\[1\]: got {} for an argument"),
@@ -481,7 +433,7 @@ BAD_ARGUMENTS = [
         {"fn": lambda p, x: p * x},
         (1.0, 1.0),
         TypeError,
-        r"returns an array of dtype float32 and shape \(\); .* MaskedMean.of\(loss, where=mask\)",
+        r"an array of dtype float32 and .* MaskedMean.of\(",
     ),
     ({"fn": lambda x: x}, (1.0,), TypeError, "fn: got a function that returns"),
     ({"fn": lambda p: (MaskedMean(p, 1), p)}, (1.0,), TypeError, "Write has_aux=True"),
@@ -495,11 +447,3 @@ BAD_ARGUMENTS = [
 def test_bad_arguments_are_refused(options, args, error, match):
     with pytest.raises(error, match=match):
         value_and_grad_of_mean(**({"fn": mean_loss} | options))(*args)
-
-
-def test_counts_do_not_wrap_over_many_micro_batches():
-    def loss(weight, x):
-        return MaskedMean(jnp.sum(x * weight), jnp.int32(65535))
-
-    value, _ = jax.jit(value_and_grad_of_mean(loss, microbatches=40000))(jnp.float32(1), jnp.ones(40000))
-    np.testing.assert_allclose(value, 1 / 65535, rtol=1e-4)

@@ -169,9 +169,6 @@ def test_a_step_on_two_devices_is_that_of_the_whole_batch(over_devices, step, ch
         chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-# Weights.
-
-
 @every_reduction
 def test_a_negative_weight_shows(name):
     bad = REDUCTIONS[name](np.ones(4, np.float32), 0, None, weights=np.array([1.0, -1.0, 1.0, 1.0], np.float32))
@@ -230,9 +227,6 @@ def test_gradients_by_weights_times_a_constant(name):
         for a, b in zip(at_1, gradients(WEIGHTS * np.float32(scale)), strict=True):
             assert np.any(a)
             np.testing.assert_allclose(b * scale, a, rtol=1e-5, atol=1e-6)
-
-
-# Arguments.
 
 
 @pytest.mark.parametrize(
