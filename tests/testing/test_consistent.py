@@ -161,10 +161,6 @@ def outputs_of_every_kind(x, key):
     return {"x": x * 2, "key": jax.random.split(key)[0], "n": x.shape[0], "half": 0.5, "np": np.arange(3)}
 
 
-def with_noise(x, n, key):
-    return x * n + jax.random.normal(key, x.shape, jnp.float32)
-
-
 KEY = jax.random.key(0)
 PARAMS = {"in": X[0].T @ X[0, :, :5], "out": X[0, :, :5].T}
 CLEAN = {
@@ -185,7 +181,7 @@ CLEAN = {
     "empty": (lambda x: x * 2, np.zeros((0, 3), np.float32)),
     "None": (lambda x, y: x * 2, X, None),
     "shard_map": (in_a_shard_map, X),
-    "numbers and keys": (with_noise, X, 3, KEY),
+    "numbers and keys": (lambda x, n, key: x * n + jax.random.normal(key, x.shape, jnp.float32), X, 3, KEY),
     "parameters": (mlp, PARAMS, X, np.array([[True, False, True], [False] * 3])),
     "custom_vjp of another library": (reverse_rule_of_sin := jax.custom_vjp(jnp.sin), X),
 }
