@@ -1,7 +1,4 @@
-"""Cross-entropies and log-probabilities: what neither the contract's table nor the comparison with optax proves.
-
-Every test that takes `blocks` runs with blocks so small that even these small arrays take several, and in one pass.
-"""
+"""Cross-entropies and log-probabilities: what neither the contract's table nor the comparison with optax proves."""
 
 import functools
 import re
@@ -30,14 +27,13 @@ LOGITS = jnp.asarray(3 * RNG.normal(size=(4, 7)), jnp.float32)
 LABELS = jnp.array([0, 3, 6, 2])
 TARGETS = jnp.asarray(RNG.dirichlet(np.ones(7), 4), jnp.float32)
 ROWS = np.array([True, False, True, True])
-CLASSES = np.array(
-    [[1, 1, 1, 0, 0, 1, 0], [0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0]], dtype=bool
-)
+CLASSES = np.array([[1, 1, 1, 0, 0, 1, 0], [0, 0, 0, 1, 1, 1, 1], [1] * 7, [0] * 7], bool)
 SHARES = np.eye(7, dtype=np.float32)
 
 
 @pytest.fixture(params=["blocks", "one pass"], scope="module")
 def blocks(request):
+    """Blocks so small that even these small arrays take several, and one pass."""
     sizes = {"row_block_elements": 8, "most_elements_in_one_pass": 16}
     with platforms.chosen(**sizes if request.param == "blocks" else {}):
         yield
@@ -137,10 +133,13 @@ def test_any_axes_are_as_the_last_one(axis, masked):
         chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_mask_of_the_logits_rank_masks_classes_where_labels_have_a_higher_one():
+def test_masks_of_fewer_axes():
+    """One of the logits' rank is of classes, also where labels have a higher one; of axes of rows it is the last."""
     where = np.array([True, True, False])
     both = jax.jit(lambda x, t: [fn(x, t, where=where) for fn in BOTH[1]])
     np.testing.assert_allclose(*both(jnp.arange(3.0), TARGETS[:3, :3]), rtol=1e-6)
+    losses = integer(jnp.zeros((4, 3, 7)), jnp.zeros((4, 3), int), where=where)
+    np.testing.assert_array_equal(losses > 0, jnp.broadcast_to(where, (4, 3)))
 
 
 # Nothing is hidden, and what is replaced is gone.
@@ -152,9 +151,8 @@ def test_a_bad_logit_has_a_bad_gradient_in_its_own_row_only(blocks):
             np.testing.assert_array_equal(np.isnan(gradient).all(1), np.arange(4) == 2)
             np.testing.assert_array_equal(np.isnan(gradient).any(1), np.arange(4) == 2)
     excluded = LOGITS.at[2, 0].set(-INF)  # a class of probability 0
-    chex.assert_trees_all_close(
-        of_each(excluded, LABELS, SHARES[LABELS]), exact(excluded, LABELS), rtol=1e-5, atol=1e-6
-    )
+    results = of_each(excluded, LABELS, SHARES[LABELS])
+    chex.assert_trees_all_close(results, exact(excluded, LABELS), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", [integer, with_entropy])
@@ -179,11 +177,13 @@ def test_row_whose_loss_is_selected_away_gets_no_gradient(loss):
         assert not product[1].any()
 
 
-def test_labels_of_a_row_whose_loss_is_selected_away_get_no_gradient():
-    kept, logits = np.arange(4) != 1, LOGITS.at[1, 0].set(-INF)
-    of_targets = jax.jit(jax.grad(lambda t, x: jnp.where(kept, soft(x, t), 0).sum()))
+def test_labels_and_the_epsilon_of_a_row_whose_loss_is_selected_away_get_no_gradient():
+    total = lambda x, t, e: jnp.where(ROWS, soft(x, t) + poly_loss_cross_entropy(x, t, epsilon=e), 0).sum()  # noqa: E731
+    step, logits = jax.jit(jax.grad(total, (1, 2))), LOGITS.at[1, 0].set(-INF)
     for bad in (0, NAN, INF):
-        assert not of_targets(TARGETS, logits.at[1, 3].set(bad))[1].any()
+        of_targets, of_epsilon = step(logits.at[1, 3].set(bad), TARGETS, jnp.ones(4))
+        assert not of_targets[1].any()
+        np.testing.assert_array_equal(of_epsilon == 0, ~ROWS)
 
 
 def out_of_range(dtype):
@@ -209,12 +209,8 @@ def test_label_out_of_range_gives_nan_in_its_row(dtype, x64):
 
 
 def test_a_bad_label_shows_with_smoothing_and_leaves_the_entropy_and_the_z_loss(blocks):
-    smoothed = jax.jit(
-        lambda y: (
-            integer(LOGITS, y, with_components=True, **SMOOTHED),
-            grad(lambda x: integer(x, y, **SMOOTHED), LOGITS),
-        )
-    )
+    of = functools.partial(integer, **SMOOTHED)
+    smoothed = jax.jit(lambda y: (of(LOGITS, y, with_components=True), grad(lambda x: of(x, y), LOGITS)))
     clean, expected = of_each(LOGITS, LABELS, TARGETS), np.arange(4) == 1
     for label in (7, -1, 2**31 - 1):
         labels = LABELS.at[1].set(label)
@@ -245,17 +241,13 @@ def test_log_probs_and_their_gradients_are_those_of_float64(dtype, where, temper
 
     @jax.jit
     def all_of(x):
-        fns = (
-            functools.partial(log_probs, **options),
-            *(lambda x, *y, i=i: with_entropy(x, *y, **options)[i] for i in (0, 1)),
-        )
-        return [(fn(x, labels), -grad(fn, x, labels)) for fn in fns]
+        of_both = [lambda x, *y, i=i: with_entropy(x, *y, **options)[i] for i in (0, 1)]
+        return [(fn(x, labels), -grad(fn, x, labels)) for fn in (functools.partial(log_probs, **options), *of_both)]
 
     mask = True if where is None else where if where.ndim == 2 else where[:, None]
     loss, entropy, of_loss, of_entropy = reference(logits, labels, mask, temperature)
-    for results, expected in zip(
-        all_of(logits), ((-loss, of_loss), (-loss, of_loss), (entropy, -of_entropy)), strict=True
-    ):
+    exact = (-loss, of_loss), (-loss, of_loss), (entropy, -of_entropy)
+    for results, expected in zip(all_of(logits), exact, strict=True):
         for a, e in zip(results, expected, strict=True):
             assert a.dtype == ("float32" if a.ndim == 1 else dtype)
             rtol = 0.6 * float(jnp.finfo(a.dtype).eps) + 3e-6
@@ -483,13 +475,6 @@ def test_what_one_kernel_computes_is_repaired_in_bad_rows(loss, where, choose):
         np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)
 
 
-def test_a_mask_of_one_axis_means_times_where_logits_have_two_axes_of_rows():
-    loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
-    mask = jnp.arange(6) < 2
-    losses = loss(jnp.zeros((4, 6, 7)), jnp.zeros((4, 6), int), where=mask)
-    np.testing.assert_array_equal(losses > 0, jnp.broadcast_to(mask, (4, 6)))
-
-
 def test_the_epsilon_of_the_poly_loss_has_a_gradient_and_broadcasts():
     loss = lambda e: poly_loss_cross_entropy(LOGITS, TARGETS, epsilon=e)  # noqa: E731
     all_of = jax.jit(lambda *epsilons: (jax.grad(lambda e: loss(e).sum())(2.0), *map(loss, epsilons)))
@@ -498,9 +483,3 @@ def test_the_epsilon_of_the_poly_loss_has_a_gradient_and_broadcasts():
     np.testing.assert_allclose(slope, missing.sum(), rtol=1e-5)
     np.testing.assert_allclose(of_rows, of_two, rtol=1e-6)
     np.testing.assert_allclose(several, np.stack([of_one, of_two]), rtol=1e-5)
-
-
-def test_the_epsilon_of_a_bad_row_whose_loss_is_replaced_has_a_gradient_of_0():
-    logits = LOGITS.at[1].set(NAN)
-    of_epsilon = lambda e: jnp.where(ROWS, poly_loss_cross_entropy(logits, TARGETS, epsilon=e), 0).sum()  # noqa: E731
-    np.testing.assert_array_equal(jax.jit(jax.grad(of_epsilon))(jnp.ones(4)) == 0, ~ROWS)

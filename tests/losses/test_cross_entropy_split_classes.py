@@ -126,9 +126,8 @@ def test_second_derivatives_and_forward_mode(order):
 
 def test_several_axes_of_classes_split_along_the_first():
     loss, specs = functools.partial(integer, axis=(1, 2)), (PartitionSpec("rows", "classes"), BY_ROW)
-    local = jax.shard_map(
-        lambda x, y: loss(x, y, axis_name="classes"), mesh=mesh_of(2, 4), in_specs=specs, out_specs=BY_ROW
-    )
+    local = functools.partial(loss, axis_name="classes")
+    local = jax.shard_map(local, mesh=mesh_of(2, 4), in_specs=specs, out_specs=BY_ROW)
     both = jax.jit(lambda x, y: [value_and_gradient(fn, x, y) for fn in (local, loss)])
     assert_close(*both(LOGITS.reshape(6, 4, 3), LABELS), rtol=1e-6)
 

@@ -72,15 +72,6 @@ def test_the_error_is_that_of_the_formula(direction, noise):
         assert of_ours <= max(2 * of_peers, 4 * np.finfo(np.float32).eps * max(1, np.abs(desired).max()))
 
 
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_float16_gradients_of_scaled_losses_survive(reduction):
-    eye = np.eye(2, dtype="float16")
-    near, teacher = np.float16([[1.0, 0.0]]), np.float16([[1.02, 0.0]])
-    loss = lambda x: 4096 * jnp.sum(linear_kl_divergence(x, eye, teacher, eye, reduction=reduction))  # noqa: E731
-    difference = np.diff([1 / (1 + np.exp(-float(x[0, 0]))) for x in (teacher, near)])
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(near), 4096 * difference * np.array([[1, -1]]), rtol=5e-3)
-
-
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_float16_gradients_of_a_sum_do_not_overflow_at_a_low_temperature(direction):
     near, far = np.float16([[1.0, 0.98, -1.0]]), np.float16([[-1.0, 0.5, 1.0]])

@@ -76,9 +76,8 @@ def test_gradients_have_the_digits_of_their_dtypes(platform, op, dtype):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("tokens", "width"), [(0, cases.WIDTH), (3, 0)])
 def test_no_tokens_and_no_features(tokens, width, op):
-    floats, others = (
-        {name: x[:tokens] if len(x) == TOKENS else x for name, x in given.items()} for given in cases.split_call(op)
-    )
+    cut = lambda x: x[:tokens] if len(x) == TOKENS else x  # noqa: E731
+    floats, others = ({name: cut(x) for name, x in given.items()} for given in cases.split_call(op))
     floats |= {"features": floats["features"][:, :width], "kernel": floats["kernel"][:width]}
     ours = cases.total_of(op, **others)
     value, gradients = jax.jit(jax.value_and_grad(ours))(cases.singles(floats))
@@ -119,12 +118,8 @@ def test_what_is_bad_stays_in_its_row_and_is_gone_if_it_is_replaced(platform, op
         mean = lambda floats: jnp.mean(of(floats, "mean")[0])  # noqa: E731
         kept = lambda floats: sum(jnp.sum(jnp.where(bad, 0, x)) for x in of(floats, "none"))  # noqa: E731
         gone = lambda floats, r: sum(jnp.sum(jnp.where(False, x, 0)) for x in of(floats, r))  # noqa: E731
-        return (
-            of(floats, "none")[0],
-            jax.value_and_grad(mean)(floats),
-            jax.grad(kept)(floats),
-            [jax.grad(gone)(floats, r) for r in ("mean", "none")],
-        )
+        of_gone = [jax.grad(gone)(floats, r) for r in ("mean", "none")]
+        return of(floats, "none")[0], jax.value_and_grad(mean)(floats), jax.grad(kept)(floats), of_gone
 
     for call in bad_calls(op):
         outputs, (mean, gradient), kept, gone = all_of(*cases.singles(call))
@@ -137,9 +132,8 @@ def test_what_is_bad_stays_in_its_row_and_is_gone_if_it_is_replaced(platform, op
         cases.assert_all_zero(gone)
 
 
-@pytest.mark.parametrize(
-    ("op", "by"), [(CROSS_ENTROPY, "mask"), (LOG_PROBS, "mask"), (CROSS_ENTROPY, "bias"), (LOG_PROBS, "bias")]
-)
+@pytest.mark.parametrize("op", [CROSS_ENTROPY, LOG_PROBS])
+@pytest.mark.parametrize("by", ["mask", "bias"])
 def test_a_label_at_a_class_that_is_excluded_costs_infinity(platform, op, by):
     """Whatever its weight. What does not depend on the label is as for any other."""
     options = OPS[op].all_outputs | {"where": MASK}

@@ -141,10 +141,8 @@ def mesh_of(kinds=(EXPLICIT, EXPLICIT)):
 def put(mesh, args, split):
     """Arrays by name on a mesh, all in one dict or in several."""
     of = SPLITS[split] if isinstance(split, str) else split
-    return tuple(
-        {name: jax.device_put(x, NamedSharding(mesh, specs_of(of, given)[name])) for name, x in given.items()}
-        for given in args
-    )
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    return tuple(jax.tree.map(place, given, specs_of(of, given)) for given in args)
 
 
 HALF = MASK & (np.arange(TOKENS) >= TOKENS // 2)  # nothing is left on half of the devices, if they split the first axis

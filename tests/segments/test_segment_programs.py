@@ -70,15 +70,8 @@ def test_long_segments_keep_their_digits(name):
     @jax.jit
     def results(x, w, ids):
         of = lambda name: functools.partial(getattr(masksafe, f"segment_{name}"), segment_ids=ids, num_segments=number)  # noqa: E731
-        of_segments = (
-            of("sum")(w),
-            of("mean")(w),
-            of("var")(x),
-            of("sum")(w, weights=w),
-            of("var")(x, weights=w),
-            jnp.exp(of("logsumexp")(x)),
-            jax.jvp(of("sum"), (x,), (w,))[1],
-        )
+        moments = of("sum")(w), of("mean")(w), of("var")(x), of("sum")(w, weights=w), of("var")(x, weights=w)
+        of_segments = *moments, jnp.exp(of("logsumexp")(x)), jax.jvp(of("sum"), (x,), (w,))[1]
         # A reverse pass adds up what it brings back from segments.
         sum_of_cotangents = of("softmax")(x) * w - jax.vjp(of("softmax"), x)[1](w)[0]
         of_rows = of("softmax")(x), of("standardize")(x), jax.vjp(of("log_softmax"), x)[1](w)[0], sum_of_cotangents

@@ -131,11 +131,12 @@ def test_an_offset_costs_no_digits(offset):
         np.testing.assert_allclose(standard[ids == s], definitions.standardize(row), rtol=2e-5, atol=2e-6)
 
 
-def test_equal_elements_have_no_variance():
+def test_equal_elements_have_no_variance_and_one_that_overflows_is_infinite():
     x, ids = np.float32([0.1] * 7 + [1e4 + 0.3] * 7 + [3e38] * 7), np.repeat(np.arange(3), 7)
     np.testing.assert_array_equal(masksafe.segment_var(x, ids, 3), 0)
     out, pull_back = jax.vjp(lambda x: masksafe.segment_standardize(x, ids, 3, epsilon=0), x)
     np.testing.assert_array_equal([out, *pull_back(jnp.ones(21))], 0)
+    np.testing.assert_array_equal(masksafe.segment_var(np.float32([1e38, -1e38, 1]), [0, 0, 1], 2), [np.inf, 0])
 
 
 IN_PARTS = {"fewest_rows_in_parts": 1, "fewest_rows_of_segments_in_parts": 1, "rows_of_part_by_segments": 1}
@@ -207,10 +208,6 @@ def test_equal_extrema_of_16_bits_share_in_float32(name):
     with jax.numpy_dtype_promotion("strict"):
         extremum = lambda x: segment(name)(x, np.zeros(3000, int), 1)  # noqa: E731
         assert jax.jvp(extremum, (x,), (x,))[1] == 1
-
-
-def test_a_variance_that_overflows_is_infinite():
-    np.testing.assert_array_equal(masksafe.segment_var(np.float32([1e38, -1e38, 1]), [0, 0, 1], 2), [np.inf, 0])
 
 
 def test_unsigned_ids():
