@@ -46,12 +46,8 @@ class Op(NamedTuple):
 LAYER = {"features": FEATURES, "kernel": KERNEL}
 LABELLED = {**LAYER, "labels": LABELS}
 TARGETS = {"target_features": TARGET_FEATURES, "target_kernel": TARGET_KERNEL}
-CROSS_ENTROPY, LOG_PROBS, DIVERGENCE, TOP_K = (
-    "linear_softmax_cross_entropy",
-    "linear_log_probs",
-    "linear_kl_divergence",
-    "linear_kl_divergence_with_top_k_targets",
-)
+CROSS_ENTROPY, LOG_PROBS, DIVERGENCE = "linear_softmax_cross_entropy", "linear_log_probs", "linear_kl_divergence"
+TOP_K = "linear_kl_divergence_with_top_k_targets"
 OPS = {
     CROSS_ENTROPY: Op(LABELLED, {"with_components": True, "reduction": "none", **OPTIONS}),
     LOG_PROBS: Op(LABELLED, {"with_entropy": True, **CAPPED}),

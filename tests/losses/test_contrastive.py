@@ -37,8 +37,7 @@ def loss_of(name, **static):
     return call
 
 
-def with_gradients(fn, of=(0, 1, 2, 3)):
-    return jax.value_and_grad(fn, of)
+with_gradients = functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3))
 
 
 @functools.cache
@@ -204,13 +203,6 @@ def test_a_ring_of_devices_has_the_loss_of_one(name, axes, check_vma):
         assert_close(found, expected, 1e-6)
 
 
-def of_rows_on_devices_and_on_one(name):
-    """The losses of rows without ids, whose default has to count the rows of all devices."""
-    fn, rows = loss_of(name, reduction="none", axis_name="d"), P("d")
-    ring = jax.shard_map(fn, mesh=mesh_of((DEVICES,)), in_specs=(rows, rows, P(), P()), out_specs=rows)
-    return ring, loss_of(name, reduction="none")
-
-
 def other_derivatives(fn):
     """In forward mode, and second ones."""
     weights = np.cos(np.arange(N, dtype=np.float32))
@@ -229,9 +221,10 @@ def other_derivatives(fn):
 @pytest.mark.parametrize("of", [lambda fn: fn, other_derivatives], ids=["values", "other derivatives"])
 @pytest.mark.parametrize("name", ["one direction", "info_nce", "sigmoid"])
 def test_losses_of_rows_in_a_ring(name, of):
-    args = X, Y, SCALE, BIAS
-    found, expected = (jax.jit(of(fn))(*args) for fn in of_rows_on_devices_and_on_one(name))
-    assert_close(found, expected)
+    """Without ids, whose default has to count the rows of all devices."""
+    fn, rows = loss_of(name, reduction="none", axis_name="d"), P("d")
+    ring = jax.shard_map(fn, mesh=mesh_of((DEVICES,)), in_specs=(rows, rows, P(), P()), out_specs=rows)
+    assert_close(*(jax.jit(of(fn))(X, Y, SCALE, BIAS) for fn in (ring, loss_of(name, reduction="none"))))
 
 
 @pytest.mark.parametrize("shape", [(4, 4, D), (2, 0, D)], ids=str)
@@ -285,12 +278,9 @@ def test_no_matrix_of_pairs_is_in_memory(name, masked, choose):
     if name == "ntxent":
         fn, args = jax.value_and_grad(lambda z, labels, w=None: ntxent(z, labels, where=w)), [x, labels]
     else:
-        fn, args = with_gradients(lambda x, y, w=None: loss_of(name)(x, y, SCALE, BIAS, w), (0, 1)), [x, x]
+        fn, args = jax.value_and_grad(lambda x, y, w=None: loss_of(name)(x, y, SCALE, BIAS, w), (0, 1)), [x, x]
     temporaries = jax.jit(fn).lower(*args, *[where] * masked).compile().memory_analysis().temp_size_in_bytes
     assert temporaries < rows * rows * 4 / 2
-
-
-# ntxent is computed in the same blocks.
 
 
 @pytest.mark.parametrize("rows_of_block", [5, 64])

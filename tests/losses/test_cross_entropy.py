@@ -142,9 +142,6 @@ def test_masks_of_fewer_axes():
     np.testing.assert_array_equal(losses > 0, jnp.broadcast_to(where, (4, 3)))
 
 
-# Nothing is hidden, and what is replaced is gone.
-
-
 def test_a_bad_logit_has_a_bad_gradient_in_its_own_row_only(blocks):
     for bad in (NAN, INF):
         for _, gradient in jax.device_get(of_each(LOGITS.at[2, 0].set(bad), LABELS, SHARES[LABELS])).values():
@@ -210,14 +207,16 @@ def test_label_out_of_range_gives_nan_in_its_row(dtype, x64):
 
 def test_a_bad_label_shows_with_smoothing_and_leaves_the_entropy_and_the_z_loss(blocks):
     of = functools.partial(integer, **SMOOTHED)
-    smoothed = jax.jit(lambda y: (of(LOGITS, y, with_components=True), grad(lambda x: of(x, y), LOGITS)))
+    of_z = lambda x, y: of(x, y, with_components=True)[1]  # noqa: E731
+    smoothed = jax.jit(lambda y: (of(LOGITS, y, with_components=True), grad(of, LOGITS, y), grad(of_z, LOGITS, y)))
     clean, expected = of_each(LOGITS, LABELS, TARGETS), np.arange(4) == 1
     for label in (7, -1, 2**31 - 1):
         labels = LABELS.at[1].set(label)
         results = of_each(LOGITS, labels, TARGETS)
         chex.assert_trees_all_equal(results["entropy"], clean["entropy"])
-        (loss, z_loss), gradient = smoothed(labels)
+        (loss, z_loss), gradient, of_z_loss = smoothed(labels)
         assert np.isfinite(z_loss).all()
+        assert np.isfinite(of_z_loss).all()
         for losses, gradients in ((loss, gradient), results["log_probs"], results["log_probs with entropy"]):
             np.testing.assert_array_equal(np.isnan(losses), expected)
             np.testing.assert_array_equal(np.isnan(gradients), np.broadcast_to(expected[:, None], (4, 7)))

@@ -21,9 +21,6 @@ total_of_cross_entropy = functools.partial(cases.total_of, cases.CROSS_ENTROPY)
 log_probs_and_entropies = functools.partial(linear_log_probs, with_entropy=True)
 
 
-# Weights. What has no weight is gone, and nothing else.
-
-
 def test_a_weight_of_0_and_weights_of_classes_have_no_gradient():
     def loss(weights, class_weights):
         options = {"labels": LABELS, "weights": weights, "class_weights": class_weights, **cases.OPTIONS}
@@ -159,9 +156,6 @@ def test_no_block_is_nearly_empty():
 
     jax.eval_shape(check, jnp.ones(tokens, bool))
     assert Packed.of(1030, None, size).order is None  # two blocks, with no token moved
-
-
-# Log-probabilities and entropies.
 
 
 @pytest.mark.parametrize(("temperature", "entropy"), [(1e-38, 0), (1e38, TOKENS * np.log(CLASSES))])

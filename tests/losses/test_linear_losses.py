@@ -70,9 +70,6 @@ def test_gradients_have_the_digits_of_their_dtypes(platform, op, dtype):
     assert_close(gradients, desired[1], rtol=4 * eps, atol=max(eps, 2e-6))
 
 
-# What is masked or replaced is gone; what is bad stays in its own row.
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("tokens", "width"), [(0, cases.WIDTH), (3, 0)])
 def test_no_tokens_and_no_features(tokens, width, op):

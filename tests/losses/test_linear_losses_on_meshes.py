@@ -27,9 +27,6 @@ def sizes(choose):
     cases.use_platform(choose, "cpu")
 
 
-# Classes that are split by hand.
-
-
 def sum_of(op, others, floats):
     return sum((1 + i) * jnp.sum(x) for i, x in enumerate(cases.outputs_of(op, **others | floats)))
 

@@ -109,12 +109,9 @@ def loss_of(module, name):
     return getattr(module, name)
 
 
-def ours(case, **kwargs):
-    return functools.partial(loss_of(masksafe.losses, case.name), **case.kwargs, **kwargs)
-
-
-def theirs(case):
-    return functools.partial(loss_of(optax.losses, case.name), **case.kwargs)
+def of_both(case):
+    """Our loss and that of optax."""
+    return [functools.partial(loss_of(module, case.name), **case.kwargs) for module in (masksafe.losses, optax.losses)]
 
 
 def value_and_gradients(loss, args):
@@ -154,7 +151,7 @@ def assert_as_optax(name, actual, expected):
 @pytest.mark.filterwarnings("ignore:The function convex_kl")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_values_and_gradients_are_those_of_optax(case):
-    both = jax.jit(lambda *args: [value_and_gradients(f(case), args) for f in (ours, theirs)])
+    both = jax.jit(lambda *args: [value_and_gradients(loss, args) for loss in of_both(case)])
     (actual, gradients), (expected, expected_gradients) = both(*case.args)
     assert_as_optax(case.name, actual, expected)
     if "forward_probs" in case.name:
@@ -201,7 +198,7 @@ def assert_types_are_those_of_optax(pairs, least):
             args = [x if isinstance(x, float) else jnp.asarray(x) for x in case.args]
             for i, kind in zip(typed, kinds, strict=True):
                 args[i] = TYPES[kind](case.args[i])
-            actual, expected = (type_of_result(loss(case), args) for loss in (ours, theirs))
+            actual, expected = (type_of_result(loss, args) for loss in of_both(case))
             if isinstance(actual, Exception):  # what optax takes and we refuse, we refuse by name
                 assert isinstance(expected, Exception) or f"{name}: " in str(actual), kinds
             elif not isinstance(expected, Exception):
@@ -254,5 +251,5 @@ def test_a_mask_of_lower_rank_is_of_rows_or_as_numpy_has_it(name):
     scores, mask = np.float32([[0.5, 0.25], [0.75, 0.5]]), np.array([True, False])
     others = [np.array([0, 1])] if name in OF_LABELS else [scores[::-1], 2 * scores][: 1 + ("triplet" in name)]
     masks = mask, np.broadcast_to(mask[:, None] if name in ROWS_FIRST else mask[None], (2, 2))
-    of_both = jax.jit(lambda scores: [getattr(masksafe.losses, name)(scores, *others, where=where) for where in masks])
-    np.testing.assert_allclose(*of_both(scores), rtol=1e-6)
+    both = jax.jit(lambda scores: [getattr(masksafe.losses, name)(scores, *others, where=where) for where in masks])
+    np.testing.assert_allclose(*both(scores), rtol=1e-6)

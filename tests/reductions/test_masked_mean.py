@@ -86,6 +86,8 @@ def test_shapes_of_sequences():
     nothing = MaskedMean.of(X[:, :0], by="segment", segment_ids=IDS[:, :0])
     assert (nothing.total, nothing.count) == (0, 0)
     assert MaskedMean.of(X > 9, TOKENS[:, :1], by="sequence").count == TOKENS[:, 0].sum()
+    by_row = MaskedMean.of(X, TOKENS, weights=WEIGHTS, axis=1)
+    np.testing.assert_allclose(by_row.value, masksafe.mean(X, 1, TOKENS, weights=WEIGHTS), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +127,6 @@ def test_a_mean_over_devices_is_a_tree_of_specs():
         assert (mean.value, mean.count) == (2, 16_028)
 
 
-def test_is_a_number_where_one_is_wanted():
-    mean = MaskedMean(7, 2)
-    assert (float(mean), f"{mean:.2f}", f"{mean}") == (3.5, "3.50", "MaskedMean(total=7.0, count=2.0)")
-    with pytest.raises(TypeError, match="scalar"):
-        float(MaskedMean([1.0, 2.0], 1))
-
-
 def test_totals_of_floats_are_sums_in_float32():
     one, zero = MaskedMean(jnp.bfloat16(1), jnp.float16(1)), MaskedMean(jnp.float32(0), jnp.float32(0))
     many, _ = lax.scan(lambda total, _: (total + one, None), zero, length=10_000)
@@ -142,6 +137,10 @@ def test_totals_of_floats_are_sums_in_float32():
 
 
 def test_numbers_of_any_kind():
+    mean = MaskedMean(7, 2)
+    assert (float(mean), f"{mean:.2f}", f"{mean}") == (3.5, "3.50", "MaskedMean(total=7.0, count=2.0)")
+    with pytest.raises(TypeError, match="scalar"):
+        float(MaskedMean([1.0, 2.0], 1))
     with jax.disable_jit():
         assert MaskedMean(jnp.array(14.0), 4).value == MaskedMean(14.0, 4).value == MaskedMean(14, 4.0).value == 3.5
         assert (MaskedMean(True, 1) + MaskedMean(6, np.int64(1))).value == 3.5

@@ -329,9 +329,6 @@ def test_nan_in_a_closure_is_not_said_to_be_written_by_the_op():
     assert [source.note for source in report.sources if source.note] == []
 
 
-# What runs programs of its own.
-
-
 @pytest.mark.parametrize("solver", [lambda x, b: b / jnp.sqrt(x), lambda x, b: b / x])
 def test_custom_linear_solve_is_replayed(solver):
     fn = lambda x: lax.custom_linear_solve(lambda v: x * v, jnp.sqrt(x), lambda _, b: solver(x, b), symmetric=True)  # noqa: E731

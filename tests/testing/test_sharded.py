@@ -33,10 +33,6 @@ def mean_loss(logits, labels, where):
     return masksafe.mean(loss, where=where)
 
 
-def product_with_mask(logits, labels, where):
-    return jnp.sum(logits * where[:, None])
-
-
 @pytest.mark.forms
 def test_functions_that_keep_the_promise(split):
     args = split(LOGITS, LABELS, WHERE)
@@ -46,9 +42,10 @@ def test_functions_that_keep_the_promise(split):
 
 
 def test_functions_that_do_not(split):
-    args = split(LOGITS, LABELS, WHERE)
+    logits, where = split(LOGITS, WHERE)
+    product = lambda logits, where: jnp.sum(logits * where[:, None])  # noqa: E731
     with pytest.raises(AssertionError, match="A masked element is not gone"):
-        assert_mask_safe(product_with_mask, *args, masked={0: ~args[2][:, None]}, order=0, garbage=[np.nan])
+        assert_mask_safe(product, logits, where, masked={0: ~where[:, None]}, order=0, garbage=[np.nan])
 
 
 @pytest.mark.parametrize("grad", [True, False])
