@@ -115,8 +115,8 @@ def in_one_step_of_many(x):
 
 
 def in_reverse_and_without_steps(x):
-    scan = lambda x: lax.scan(lambda c, x: (c, jnp.log(x)), 0.0, x, reverse=True)[1]  # noqa: E731
-    return scan(x), scan(x[:0])
+    scan = lambda x: lax.scan(lambda c, x: (c + x, jnp.log(1.5 + c)), 0.0, x, reverse=True)[1]  # noqa: E731
+    return scan(x)[0], scan(x[:0])
 
 
 def ragged_product(row):
@@ -169,7 +169,7 @@ SOURCES = [
     (lambda x: jnp.where(jnp.isfinite(OF_JAX).all(), x, jnp.nan), X, [("is_finite", (1,))]),
     (lambda x: lax.reduce(x * 1e30, 1.0, lambda a, b: a * b * 1.0000001, (1,)), ROWS, [("reduce", (0,))]),
     (lambda x: lax.reduce_window(jnp.log(x - 1), 0.0, lax.add, (1, 2), (1, 1), "VALID"), ROWS, [("log", (0, 0))]),
-    (in_reverse_and_without_steps, X, [("log", ())]),
+    (in_reverse_and_without_steps, jnp.array([1.0, -2.0, 0.0]), [("log", ())]),
     (ragged_product(0), jnp.array([[1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]]), [("log", (0, 1))]),
     (ragged_product(2), jnp.array([[1.0, 1.0], [-1.0, 1.0], [-1.0, 1.0]]), [("log", (2, 0))]),
     (wide_product, jnp.array([[1.0, 2.0], [3.0, -1.0]]), [("log", (1, 1))]),
