@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparisons import assert_close
 
 from masksafe import losses
 
@@ -25,12 +24,9 @@ COTANGENTS = RNG.normal(size=(4, TOKENS))
 BAD = np.arange(TOKENS) == 5
 CAPPED = {"logit_soft_cap": 3.0}
 OPTIONS = {**CAPPED, "label_smoothing": 0.1, "z_loss": 0.01}
-DIRECTIONS, REDUCTIONS = ("forward", "reverse", "jensen_shannon"), ("mean", "sum", "none")
+DIRECTIONS = "forward", "reverse", "jensen_shannon"
 
 singles = functools.partial(jax.tree.map, lambda x: np.float32(x) if np.asarray(x).dtype == np.float64 else x)
-
-
-# The ops.
 
 
 def top_k_targets(k=K, class_mask=CLASS_MASK):
@@ -50,12 +46,8 @@ class Op(NamedTuple):
 LAYER = {"features": FEATURES, "kernel": KERNEL}
 LABELLED = {**LAYER, "labels": LABELS}
 TARGETS = {"target_features": TARGET_FEATURES, "target_kernel": TARGET_KERNEL}
-CROSS_ENTROPY, LOG_PROBS, DIVERGENCE, TOP_K = (
-    "linear_softmax_cross_entropy",
-    "linear_log_probs",
-    "linear_kl_divergence",
-    "linear_kl_divergence_with_top_k_targets",
-)
+CROSS_ENTROPY, LOG_PROBS, DIVERGENCE = "linear_softmax_cross_entropy", "linear_log_probs", "linear_kl_divergence"
+TOP_K = "linear_kl_divergence_with_top_k_targets"
 OPS = {
     CROSS_ENTROPY: Op(LABELLED, {"with_components": True, "reduction": "none", **OPTIONS}),
     LOG_PROBS: Op(LABELLED, {"with_entropy": True, **CAPPED}),
@@ -94,14 +86,14 @@ def outputs_of(op, **arguments):
     return jax.tree.leaves(getattr(losses, op)(**OPS[op].fixed, **arguments))
 
 
-def total_of(fn, op, **others):
+def total_of(op, **others):
     """The sum of all outputs, with cotangents that are not all alike, as a function of the arrays with gradients."""
 
     def weighted(i, x):
         x = x.astype(jnp.result_type(x, "float32"))
         return jnp.sum(COTANGENTS[i, : x.size].reshape(x.shape).astype(x.dtype) * x) if x.ndim else (1.7 + i) * x
 
-    return lambda floats: sum(weighted(i, x) for i, x in enumerate(fn(op, **others | floats)))
+    return lambda floats: sum(weighted(i, x) for i, x in enumerate(outputs_of(op, **others | floats)))
 
 
 # The forms, and what is asserted.
@@ -119,12 +111,6 @@ def in_turn(names, placed, cases):
     """Parameters with a platform in front: those that have one, and others in turn of one and the other."""
     turns = [(("elsewhere", "cpu")[i // 2 % 2], *case) for i, case in enumerate(cases)]
     return pytest.mark.parametrize(("platform", *names), [*placed, *turns], indirect=["platform"])
-
-
-def assert_same_function(fns, args, of=jax.value_and_grad, rtol=1e-11, atol=1e-12):
-    """The value and the gradients of two functions, or other derivatives `of(fn)`, in float64."""
-    with jax.enable_x64(True):
-        assert_close(*jax.jit(lambda args: [of(fn)(args) for fn in fns])(args), rtol=rtol, atol=atol)
 
 
 def assert_all_zero(tree):

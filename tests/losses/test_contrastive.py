@@ -1,4 +1,4 @@
-"""InfoNCE and the sigmoid loss of pairs, and ntxent: blocks of any size, digits, devices, memory."""
+"""InfoNCE, the sigmoid loss of pairs, ntxent and triplets: blocks of any size, digits, devices, memory."""
 
 import functools
 
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from programs import compile_for
 
 import masksafe
-from masksafe.losses import info_nce_loss, ntxent, sigmoid_contrastive_loss
+from masksafe.losses import info_nce_loss, ntxent, sigmoid_contrastive_loss, triplet_margin_loss
 
 N, D, DEVICES = 16, 3, 8
 RNG = np.random.default_rng(0)
@@ -22,13 +22,9 @@ WHERE, IDS = np.arange(N) % 5 != 1, np.arange(N, dtype=np.int32) // 2
 WHERE[4:6] = False  # all rows of one device of eight
 EVERY, OWN = np.ones(N, bool), np.arange(N, dtype=np.int32)
 SCALE, BIAS = np.float32(2), np.float32(-0.7)
-OPS = {
-    "info_nce": info_nce_loss,
-    "one direction": functools.partial(info_nce_loss, symmetric=False),
-    "sigmoid": sigmoid_contrastive_loss,
-}
-NAMES = ["info_nce", "sigmoid"]
-every_op = pytest.mark.parametrize("name", NAMES)
+OPS = {"info_nce": info_nce_loss, "sigmoid": sigmoid_contrastive_loss}
+every_op = pytest.mark.parametrize("name", list(OPS))
+OPS["one direction"] = functools.partial(info_nce_loss, symmetric=False)
 
 
 def loss_of(name, **static):
@@ -41,8 +37,7 @@ def loss_of(name, **static):
     return call
 
 
-def with_gradients(fn, of=(0, 1, 2, 3)):
-    return jax.value_and_grad(fn, of)
+with_gradients = functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3))
 
 
 @functools.cache
@@ -55,9 +50,6 @@ def assert_close(actual, expected, rtol=1e-5):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * max(np.max(np.abs(b), initial=0), 1e-3))
 
     jax.tree.map(close, actual, expected)
-
-
-# In blocks of any size.
 
 
 @pytest.mark.parametrize("block_size", [5, None, 1])
@@ -79,21 +71,16 @@ def test_blocks_of_any_size_give_what_the_definition_says_and_large_logits_do_no
 @every_op
 def test_a_scale_and_a_bias_of_one_element_are_numbers(name):
     """As modules keep their parameters; the gradients have this shape."""
-    shape, run = (1,), program(name, block_size=5)
-    value, gradients = run(X, Y, SCALE, BIAS, WHERE, IDS)
-    ours, of_ours = run(X, Y, SCALE.reshape(shape), BIAS.reshape(shape), WHERE, IDS)
-    np.testing.assert_array_equal(ours, value)
-    for d, number in zip(of_ours[2:], gradients[2:], strict=True):
-        np.testing.assert_array_equal(d, np.reshape(number, shape))
+    run = program(name, block_size=5)
+    value, gradients = run(X, Y, SCALE[None], BIAS[None], WHERE, IDS)
+    expected, (d_x, d_y, *d_numbers) = run(X, Y, SCALE, BIAS, WHERE, IDS)
+    chex.assert_trees_all_equal((value, gradients), (expected, (d_x, d_y, *(d[None] for d in d_numbers))))
 
 
 def test_large_ids_of_numpy_do_not_become_equal():
     wide = IDS.astype(np.int64)
     for ids in (wide + 2**40, wide << 32, -(wide << 40), IDS.astype(np.uint64) << np.uint64(60)):
         np.testing.assert_array_equal(info_nce_loss(X, Y, ids=ids), info_nce_loss(X, Y, ids=IDS))
-
-
-# Digits.
 
 
 def test_sure_pairs_lose_no_digit():
@@ -126,12 +113,7 @@ def test_dtypes(name):
             assert loss.dtype == np.float32
             assert [d.dtype for d in gradients] == [x.dtype, y.dtype, jnp.float16, np.float32]
         with jax.enable_x64(True):
-            for dtype in (np.float32, np.float64):
-                sides = X.astype(dtype), Y.astype(dtype)
-                assert jax.eval_shape(loss_of(name), *sides, 2, np.float64(-1), WHERE, IDS).dtype == dtype
-
-
-# Edges.
+            assert jax.eval_shape(loss_of(name), X, Y, 2, np.float64(-1), WHERE, IDS).dtype == np.float32
 
 
 def test_one_row_has_no_negatives():
@@ -157,8 +139,8 @@ def test_nothing_is_0(name):
 def test_no_features(name, block_size):
     nothing = np.zeros((4, 0), np.float32)
     loss, gradients = with_gradients(loss_of(name, block_size=block_size))(nothing, nothing, SCALE, BIAS)
-    np.testing.assert_allclose(loss, np.log(4) if name == "info_nce" else np.log1p(np.exp(-BIAS))
-                               + 3 * np.log1p(np.exp(BIAS)), rtol=1e-6)  # fmt: skip
+    of_pairs = np.logaddexp(0, -BIAS) + 3 * np.logaddexp(0, BIAS)
+    np.testing.assert_allclose(loss, np.log(4) if name == "info_nce" else of_pairs, rtol=1e-6)
     assert gradients[0].shape == (4, 0)
     assert gradients[2] == 0
 
@@ -181,8 +163,6 @@ def test_a_bad_row_shows_where_it_counts(name):
     np.testing.assert_array_equal(np.isnan(run(X, bad, *args)), of_all)
 
 
-# Over devices.
-
 MESHES = {"d": ((DEVICES,), "d"), "a, b": ((4, 2), ("a", "b")), "b, a": ((4, 2), ("b", "a")), "a": ((4, 2), "a")}
 
 
@@ -198,11 +178,7 @@ def in_ring(fn, mesh, axis_name, check_vma=True, out_specs=None):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    ("name", "axes"),
-    [
-        *(("info_nce", axes) for axes in ("d", "b, a")),
-        *(("sigmoid", axes) for axes in ("a, b", "a")),
-    ],
+    ("name", "axes"), [("info_nce", "d"), ("info_nce", "b, a"), ("sigmoid", "a, b"), ("sigmoid", "a")]
 )
 def test_a_ring_of_devices_has_the_loss_of_one(name, axes, check_vma):
     """One of them has no unmasked row."""
@@ -227,13 +203,6 @@ def test_a_ring_of_devices_has_the_loss_of_one(name, axes, check_vma):
         assert_close(found, expected, 1e-6)
 
 
-def of_rows_on_devices_and_on_one(name):
-    """The losses of rows without ids, whose default has to count the rows of all devices."""
-    fn, rows = loss_of(name, reduction="none", axis_name="d"), P("d")
-    ring = jax.shard_map(fn, mesh=mesh_of((DEVICES,)), in_specs=(rows, rows, P(), P()), out_specs=rows)
-    return ring, loss_of(name, reduction="none")
-
-
 def other_derivatives(fn):
     """In forward mode, and second ones."""
     weights = np.cos(np.arange(N, dtype=np.float32))
@@ -252,9 +221,10 @@ def other_derivatives(fn):
 @pytest.mark.parametrize("of", [lambda fn: fn, other_derivatives], ids=["values", "other derivatives"])
 @pytest.mark.parametrize("name", ["one direction", "info_nce", "sigmoid"])
 def test_losses_of_rows_in_a_ring(name, of):
-    args = X, Y, SCALE, BIAS
-    found, expected = (jax.jit(of(fn))(*args) for fn in of_rows_on_devices_and_on_one(name))
-    assert_close(found, expected)
+    """Without ids, whose default has to count the rows of all devices."""
+    fn, rows = loss_of(name, reduction="none", axis_name="d"), P("d")
+    ring = jax.shard_map(fn, mesh=mesh_of((DEVICES,)), in_specs=(rows, rows, P(), P()), out_specs=rows)
+    assert_close(*(jax.jit(of(fn))(X, Y, SCALE, BIAS) for fn in (ring, loss_of(name, reduction="none"))))
 
 
 @pytest.mark.parametrize("shape", [(4, 4, D), (2, 0, D)], ids=str)
@@ -298,9 +268,6 @@ def test_features_go_round_and_nothing_is_gathered(name):
     assert set(collectives) <= {"collective-permute", "all-reduce"}
 
 
-# Memory.
-
-
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("name", ["info_nce", "sigmoid", "ntxent"])
 def test_no_matrix_of_pairs_is_in_memory(name, masked, choose):
@@ -311,12 +278,9 @@ def test_no_matrix_of_pairs_is_in_memory(name, masked, choose):
     if name == "ntxent":
         fn, args = jax.value_and_grad(lambda z, labels, w=None: ntxent(z, labels, where=w)), [x, labels]
     else:
-        fn, args = with_gradients(lambda x, y, w=None: loss_of(name)(x, y, SCALE, BIAS, w), (0, 1)), [x, x]
+        fn, args = jax.value_and_grad(lambda x, y, w=None: loss_of(name)(x, y, SCALE, BIAS, w), (0, 1)), [x, x]
     temporaries = jax.jit(fn).lower(*args, *[where] * masked).compile().memory_analysis().temp_size_in_bytes
     assert temporaries < rows * rows * 4 / 2
-
-
-# ntxent is computed in the same blocks.
 
 
 @pytest.mark.parametrize("rows_of_block", [5, 64])
@@ -334,3 +298,40 @@ def test_ntxent_in_blocks(labels, rows_of_block, choose):
         rows = where.any(1)
         definition = definitions.nt_xent(np.float64(np.where(where, X, 0)[rows]), labels[rows])
         np.testing.assert_allclose(found[0], definition, rtol=1e-5)
+
+
+EMBEDDINGS = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+LABELS = np.array([0, 0, 1, 1, 2, 0])
+value_and_gradient_of_ntxent = jax.jit(jax.value_and_grad(ntxent))
+
+
+def test_batches_without_pairs_or_others_have_loss_zero():
+    for labels in (np.arange(6), np.zeros(6, int)):
+        jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), value_and_gradient_of_ntxent(EMBEDDINGS, labels))
+
+
+def test_a_zero_embedding_has_a_finite_gradient():
+    assert np.isfinite(
+        value_and_gradient_of_ntxent(np.where(np.arange(6)[:, None] == 1, 0, EMBEDDINGS), LABELS)[1]
+    ).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_scale_of_embeddings_has_no_effect(dtype):
+    x, of = jnp.asarray(EMBEDDINGS, dtype), jax.jit(ntxent)
+    for scale in (2.0**-10, 2.0**10):
+        losses = of(x, LABELS), of(x * jnp.asarray(scale, dtype), LABELS)
+        np.testing.assert_allclose(*(np.asarray(loss, np.float32) for loss in losses), rtol=1e-6)
+
+
+def test_masked_rows_need_no_eps_and_equal_vectors_have_finite_gradients():
+    mask = np.array([True, False] * 3)
+
+    @jax.jit
+    def gradients(anchors, eps):
+        masked = lambda a, eps: triplet_margin_loss(a, a + 1, a - 2, eps=eps, margin=9.0, where=mask).sum()  # noqa: E731
+        equal = lambda a: triplet_margin_loss(a, anchors, -anchors, margin=9.0).sum()  # noqa: E731
+        return *jax.grad(masked, (0, 1))(anchors, eps), jax.grad(equal)(anchors)
+
+    with jax.debug_nans(True):
+        assert all(np.isfinite(gradient).all() for gradient in gradients(EMBEDDINGS, 0.0))

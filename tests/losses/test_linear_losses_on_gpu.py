@@ -18,8 +18,6 @@ KERNEL, TARGET_KERNEL = RNG.normal(size=(2, WIDTH, CLASSES)).astype(np.float32) 
 LABELS = RNG.integers(0, CLASSES, TOKENS).astype(np.int32)
 MASK = RNG.random(TOKENS) < 0.6
 SMALL_TILES = {"least_logits": 2**20, "most_logits": 2**20, "token_block_elements_elsewhere": 2**20}
-
-
 OTHERS = {
     CROSS_ENTROPY: {"labels": LABELS, "reduction": "none"},
     LOG_PROBS: {"labels": LABELS},
@@ -27,25 +25,12 @@ OTHERS = {
 }
 
 
-def of_logits(op, features, kernel, where, **_):
-    """The same by the ops of logits, which have another program."""
-    x, where = features @ kernel, where[:, None]
-    if op == DIVERGENCE:
-        targets = jax.nn.softmax(TARGET_FEATURES @ TARGET_KERNEL)
-        return [losses.kl_divergence(jax.nn.log_softmax(x), targets, where=where)]
-    fn = losses.log_probs if op == LOG_PROBS else losses.softmax_cross_entropy_with_integer_labels
-    return [fn(x, LABELS, where=where)]
-
-
-each_op = pytest.mark.parametrize("op", OTHERS)
-
-
-def results(fn, op, features):
+def results(op, features):
     """The losses, and the gradients by the features and the kernel."""
 
     @jax.jit
     def step(features, kernel, mask):
-        of = lambda x, k: fn(op, features=x, kernel=k, where=mask, **OTHERS[op])[0]  # noqa: E731
+        of = lambda x, k: outputs_of(op, features=x, kernel=k, where=mask, **OTHERS[op])[0]  # noqa: E731
         out, reverse = jax.vjp(of, features, kernel)
         return out, *reverse(jnp.cos(jnp.arange(TOKENS, dtype=out.dtype)))
 
@@ -53,17 +38,18 @@ def results(fn, op, features):
         return jax.device_get(step(features, KERNEL, MASK))
 
 
-@each_op
-@pytest.mark.parametrize("sizes", [{}, SMALL_TILES], ids=["one tile", "tiles"])
-def test_results_are_those_of_the_logits_and_garbage_changes_no_bit(op, sizes, choose):
-    choose(linear=sizes)
-    clean = results(outputs_of, op, FEATURES)
-    for actual, expected in zip(clean, results(of_logits, op, FEATURES), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("op", OTHERS)
+def test_results_in_tiles_are_those_in_one_and_garbage_changes_no_bit(op, choose):
+    """Those in one tile are, in arrays of the contract, the definition's."""
+    expected = results(op, FEATURES)
+    choose(linear=SMALL_TILES)
+    clean = results(op, FEATURES)
+    for actual, of_one_tile in zip(clean, expected, strict=True):
+        np.testing.assert_allclose(actual, of_one_tile, rtol=1e-4, atol=1e-4)
     assert (clean[0][~MASK] == 0).all()
     assert (clean[1][~MASK] == 0).all()
     for bad in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
-        for new, old in zip(results(outputs_of, op, np.where(MASK[:, None], FEATURES, bad)), clean, strict=True):
+        for new, old in zip(results(op, np.where(MASK[:, None], FEATURES, bad)), clean, strict=True):
             np.testing.assert_array_equal(new, old)
 
 
@@ -73,9 +59,7 @@ def test_checks_report_what_is_bad_and_not_what_is_masked(name):
     def loss(labels):
         if name == "linear":
             return losses.linear_softmax_cross_entropy(FEATURES, KERNEL, labels, where=MASK)
-        return masksafe.mean(
-            losses.softmax_cross_entropy_with_integer_labels(FEATURES @ KERNEL, labels, where=MASK), where=MASK
-        )
+        return losses.softmax_cross_entropy_with_integer_labels(FEATURES @ KERNEL, labels, where=MASK)
 
     with masksafe.label_checks("raise"):
         jax.block_until_ready(loss(np.where(MASK, LABELS, -100)))

@@ -1,13 +1,10 @@
-"""What losses refuse, and what they report while label checks are on; those of linear layers have their own table.
-
-The contract's table has what all ops refuse: masks that are not boolean or do not broadcast, labels of floats, and axes
-out of range.
-"""
+"""What losses refuse, beyond what all ops do (tests/contract), and what they report while label checks are on."""
 
 import functools
 import re
 
 import jax
+import linear_cases as linear
 import numpy as np
 import pytest
 from jax.experimental import checkify
@@ -43,67 +40,61 @@ RIGHT = {
     "ntxent": {"embeddings": X, **OF_LABELS},
     **{name: {"predictions": PIXELS, "targets": PIXELS} for name in ("dice_loss", "multiclass_generalized_dice_loss")},
     "binary_dice_loss": {"predictions": PIXELS[..., 0], "targets": PIXELS[..., 0]},
-    "ctc_loss": {
-        "logits": FRAMES,
-        "logit_paddings": 0 * FRAMES[..., 0],
-        "labels": TEXTS,
-        "label_paddings": np.zeros((2, 2)),
-    },
+    "ctc_loss": {"logits": FRAMES, "labels": TEXTS, "logit_paddings": ones(2, 4) * 0, "label_paddings": ones(2, 2) * 0},
 }
 MULTICLASS = [name for name in RIGHT if name.startswith("multiclass_") and "dice" not in name]
+INTEGER, CONTRASTIVE = "softmax_cross_entropy_with_integer_labels", ("info_nce_loss", "sigmoid_contrastive_loss")
+ELEMENTWISE = "squared_error", "l2_loss", "huber_loss", "hinge_loss", "sigmoid_focal_loss"
+LINEAR = CROSS_ENTROPY, LOG_PROBS, DIVERGENCE, TOP_K = tuple(linear.OPS)
+LABELLED, TARGETED = (CROSS_ENTROPY, LOG_PROBS), (DIVERGENCE, TOP_K)
+REDUCED, TEMPERED = (CROSS_ENTROPY, *TARGETED), ("log_probs", LOG_PROBS, *TARGETED)
+WEIGHTED, ROUTER = (CROSS_ENTROPY, INTEGER), "load_balancing_loss"
 UNIT, POSITIVE = "; expected a number in [0, 1]", "; expected a number above 0 and finite"
 LOWER_RANK = "got shape (2,); expected rank 2, to mask elements of the input (2, 3). To align it with the leading axes"
 LOWER_RANK += " write where[..., None]."
-ELEMENTWISE = "squared_error", "l2_loss", "huber_loss", "hinge_loss", "sigmoid_focal_loss"
+NO_CLASS = "with the D = 8 of features (40, 8), and at least one class"
+# One name or several, an argument, a wrong value of it, or more wrong arguments, and what is said.
 REFUSED = [
-    ("info_nce_loss", "x", LABELS[:, None], TypeError, "got dtype int"),
-    ("info_nce_loss", "y", LABELS[:, None], TypeError, "got dtype int"),
-    ("info_nce_loss", "x", X[0], ValueError, "got shape (3,); expected [N, D]"),
-    ("info_nce_loss", "y", X[:1], ValueError, "got shape (1, 3); expected (2, 3)"),
-    ("info_nce_loss", "scale", X[0], ValueError, "got shape (3,)"),
-    ("info_nce_loss", "scale", None, TypeError, "got type NoneType"),
-    ("info_nce_loss", "ids", X[:, 0], TypeError, "got dtype float32"),
-    ("info_nce_loss", "ids", LABELS[:1], ValueError, "got shape (1,)"),
+    (CONTRASTIVE, "x", LABELS[:, None], TypeError, "got dtype int"),
+    (CONTRASTIVE, "y", LABELS[:, None], TypeError, "got dtype int"),
+    (CONTRASTIVE, "x", X[0], ValueError, "got shape (3,); expected [N, D]"),
+    (CONTRASTIVE, "y", X[:1], ValueError, "got shape (1, 3); expected (2, 3)"),
+    (CONTRASTIVE, "scale", X[0], ValueError, "got shape (3,)"),
+    (CONTRASTIVE, "scale", None, TypeError, "got type NoneType"),
+    (CONTRASTIVE, "ids", X[:, 0], TypeError, "got dtype float32"),
+    (CONTRASTIVE, "ids", LABELS[:1], ValueError, "got shape (1,)"),
     ("info_nce_loss", "symmetric", X > 0, TypeError, "got an array"),
-    ("info_nce_loss", "reduction", "avg", ValueError, "got value 'avg'"),
-    ("info_nce_loss", "axis_name", "q", ValueError, "got value 'q'"),
-    ("info_nce_loss", "block_size", 0, ValueError, "got value 0"),
     ("sigmoid_contrastive_loss", "bias", X, ValueError, "got shape (2, 3)"),
     ("sigmoid_contrastive_loss", "bias", None, TypeError, "got type NoneType"),
-    ("load_balancing_loss", "router_probs", ones(4, 6, 5, dtype=int), TypeError, "got dtype int"),
-    ("load_balancing_loss", "expert_indices", {"router_probs": np.float32(1)}, ValueError, "got shape (4, 6, 2)"),
-    ("load_balancing_loss", "expert_indices", ones(4, 6, 2), TypeError, "got dtype float32"),
-    *(
-        ("load_balancing_loss", "expert_indices", ones(*shape, dtype=int), ValueError, f"got shape {shape}; expected")
-        for shape in ((6, 2), (4, 5, 2), (4, 6))
-    ),
-    ("load_balancing_loss", "where", ones(4, 6, 1, dtype=bool), ValueError, "got shape (4, 6, 1); expected"),
-    ("load_balancing_loss", "axis_name", "x", ValueError, "got value 'x'"),
-    ("load_balancing_loss", "axis_name", 3, TypeError, "got value 3"),
+    ((*CONTRASTIVE, "dice_loss", *REDUCED), "reduction", "median", ValueError, "got value 'median'"),
+    ((*CONTRASTIVE, *LINEAR), "block_size", 0, ValueError, "got value 0"),
+    ((*CONTRASTIVE, ROUTER, INTEGER, *LABELLED), "axis_name", "x", ValueError, "got value 'x'"),
+    (ROUTER, "axis_name", 3, TypeError, "got value 3"),
+    (ROUTER, "router_probs", ones(4, 6, 5, dtype=int), TypeError, "got dtype int"),
+    (ROUTER, "expert_indices", {"router_probs": np.float32(1)}, ValueError, "got shape (4, 6, 2)"),
+    (ROUTER, "expert_indices", ones(4, 6, 2), TypeError, "got dtype float32"),
+    *((ROUTER, "expert_indices", np.ones(s, int), ValueError, f"got shape {s}") for s in ((6, 2), (4, 5, 2), (4, 6))),
+    (ROUTER, "where", ones(4, 6, 1, dtype=bool), ValueError, "got shape (4, 6, 1); expected"),
     ("router_z_loss", "router_logits", ones(4, 6, 5, dtype=int), TypeError, "got dtype int"),
     ("router_z_loss", "where", ones(6, dtype=bool), ValueError, "got shape (6,)"),
-    ("softmax_cross_entropy_with_integer_labels", "axis_name", "x", ValueError, "got value 'x'"),
-    ("softmax_cross_entropy_with_integer_labels", "label_smoothing", -0.1, ValueError, "got value -0.1"),
-    ("softmax_cross_entropy_with_integer_labels", "z_loss", NAN, ValueError, "got value nan"),
-    (
-        "softmax_cross_entropy_with_integer_labels",
-        "class_weights",
-        ones(2),
-        ValueError,
-        "got shape (2,); expected (3,)",
-    ),
-    ("softmax_cross_entropy_with_integer_labels", "class_weights", ones(3, dtype=int), TypeError, "got dtype int"),
+    (WEIGHTED, "label_smoothing", -0.1, ValueError, "got value -0.1"),
+    (WEIGHTED, "label_smoothing", 1.5, ValueError, "got value 1.5"),
+    (WEIGHTED, "z_loss", "0.1", TypeError, "got type str"),
+    *((WEIGHTED, "z_loss", x, ValueError, f"got value {x}") for x in (-1.0, NAN)),
+    (INTEGER, "class_weights", ones(2), ValueError, "got shape (2,); expected (3,)"),
+    (INTEGER, "class_weights", ones(3, dtype=int), TypeError, "got dtype int"),
     ("log_probs", "logits", LABELS, TypeError, "got dtype int"),
     ("log_probs", "labels", LABELS[0], ValueError, "got shape ()"),
     ("log_probs", "axis", None, TypeError, "got type NoneType"),
-    *(("log_probs", "temperature", t, ValueError, f"got value {float(t)}") for t in (0, -1, NAN, INF)),
-    ("log_probs", "temperature", "1", TypeError, "got type str"),
-    *((name, "scores", ones(2, 3, dtype=int), TypeError, "got dtype int") for name in MULTICLASS),
-    *((name, "scores", ones(2, 0), ValueError, "got shape (2, 0)") for name in MULTICLASS),
-    *((name, "scores and labels", {"labels": ones(3, dtype=int)}, ValueError, "got shapes") for name in MULTICLASS),
+    *((TEMPERED, "temperature", t, ValueError, f"got value {float(t)}; expected") for t in (0, -1, NAN, INF)),
+    (TEMPERED, "temperature", "1", TypeError, "got type str"),
+    (TEMPERED, "temperature", None, TypeError, "got type NoneType"),
+    (MULTICLASS, "scores", ones(2, 3, dtype=int), TypeError, "got dtype int"),
+    (MULTICLASS, "scores", ones(2, 0), ValueError, "got shape (2, 0)"),
+    (MULTICLASS, "scores and labels", {"labels": ones(3, dtype=int)}, ValueError, "got shapes"),
     *(("sigmoid_focal_loss", "alpha", x, ValueError, f"got value {x}{UNIT}") for x in (-1, 1.5)),
     *(("sigmoid_focal_loss", "gamma", x, ValueError, f"got value {x}; expected a number") for x in (-0.5, NAN)),
-    *((name, "where", LABELS > 0, ValueError, LOWER_RANK) for name in ELEMENTWISE),
+    (ELEMENTWISE, "where", LABELS > 0, ValueError, LOWER_RANK),
     ("kl_divergence", "where", ones(2, dtype=bool), ValueError, "got shape (2,)"),
     ("squared_error", "targets", X[:, :1], ValueError, "got shape (2, 1)"),
     ("l2_loss", "targets", X[0], ValueError, "got shape (3,)"),
@@ -113,7 +104,6 @@ REFUSED = [
     ("ntxent", "embeddings", X[0], ValueError, "got shape (3,)"),
     ("ntxent", "labels", LABELS[:1], ValueError, "got shape (1,)"),
     ("dice_loss", "targets", PIXELS[:, :3], ValueError, "got shape (2, 3, 3)"),
-    ("dice_loss", "reduction", "median", ValueError, "got value 'median'"),
     ("dice_loss", "class_weights", ones(2), ValueError, "got shape (2,)"),
     ("dice_loss", "axis", -1, ValueError, "got value"),
     ("dice_loss", "where", ones(2, 6, dtype=bool), ValueError, "got shape (2, 6)"),
@@ -123,17 +113,46 @@ REFUSED = [
     ("ctc_loss", "labels", TEXTS[:1], ValueError, "got shape (1, 2)"),
     ("ctc_loss", "logit_paddings", np.zeros((2, 3)), ValueError, "got shape (2, 3)"),
     ("ctc_loss", "label_paddings", np.zeros((2, 3)), ValueError, "got shape (2, 3)"),
-    ("ctc_loss", "blank_id", 3, ValueError, "got value 3"),
-    ("ctc_loss", "blank_id", 1.0, ValueError, "got value 1.0"),
+    *(("ctc_loss", "blank_id", x, ValueError, f"got value {x}") for x in (3, 1.0)),
     ("ctc_loss", "where", ones(2, 4, dtype=bool), ValueError, "got shape (2, 4)"),
+    (LINEAR, "features", ones(), ValueError, "got shape ()"),
+    (LINEAR, "features", ones(40, 8, dtype=int), TypeError, "got dtype int"),
+    (LINEAR, "kernel", linear.KERNEL.T, ValueError, "got shape (24, 8)"),
+    ((*LABELLED, TOP_K), "kernel", ones(8, 0), ValueError, f"got shape (8, 0); expected [D, V] {NO_CLASS}"),
+    (LINEAR, "bias", ones(3), ValueError, "got shape (3,)"),
+    (LINEAR, "class_mask", ones(40, 24, dtype=bool), ValueError, "got shape (40, 24)"),
+    (LINEAR, "class_mask", ones(24), TypeError, "got dtype"),
+    (LABELLED, "labels", linear.LABELS[:3], ValueError, "got shape (3,)"),
+    *((LABELLED, "logit_soft_cap", x, ValueError, f"got value {x}") for x in (0.0, INF)),
+    (CROSS_ENTROPY, "weights", ones(3), ValueError, "got shape (3,)"),
+    (CROSS_ENTROPY, "weights", ones(2, 40), ValueError, "got shape (2, 40)"),
+    (CROSS_ENTROPY, "weights", ones(40, dtype=complex), TypeError, "got dtype complex64"),
+    (CROSS_ENTROPY, "weights", "1", TypeError, "got type str"),
+    (CROSS_ENTROPY, "class_weights", ones(3), ValueError, "got shape (3,)"),
+    (CROSS_ENTROPY, "class_weights", ones(24, dtype=int), TypeError, "got dtype int"),
+    (CROSS_ENTROPY, "class_weights", 1.0, ValueError, "got shape ()"),
+    (TARGETED, "direction", "backward", ValueError, "got value 'backward'"),
+    *((TARGETED, "beta", x, ValueError, f"got value {x}; expected a number between 0 and 1") for x in (0.0, 1.0)),
+    (DIVERGENCE, "target_kernel", linear.TARGET_KERNEL.T, ValueError, "got shape (24, 4); expected [D, V]"),
+    (DIVERGENCE, "target_kernel", linear.TARGET_KERNEL[:, :3], ValueError, "got shape (4, 3); expected 24 classes"),
+    (DIVERGENCE, "target_features", linear.FEATURES[:3, :4], ValueError, "got shape"),
+    (DIVERGENCE, "target_bias", ones(3), ValueError, "got shape (3,)"),
+    (DIVERGENCE, "target_gradients", 1, TypeError, "got value 1"),
+    (TOP_K, "target_log_probs", ones(40, 2, dtype=int), TypeError, "got dtype"),
+    *((TOP_K, "target_log_probs", ones(*shape), ValueError, f"got shape {shape}") for shape in ((3, 2), (40, 0))),
+    (TOP_K, "target_classes", ones(40, 2), TypeError, "got dtype"),
+    (TOP_K, "target_classes", ones(40, 1, dtype=int), ValueError, "got shape"),
+    (TOP_K, "rest", "keep", ValueError, "got value 'keep'"),
 ]
+RIGHT |= {name: op.arguments for name, op in linear.OPS.items()}
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(row[0] for row in REFUSED))
+@pytest.mark.parametrize("name", RIGHT)
 def test_bad_arguments_are_refused(name):
     trace = lambda call: jax.eval_shape(functools.partial(getattr(losses, name), **call))  # noqa: E731
     trace(RIGHT[name])
-    for _, argument, value, error, text in (row for row in REFUSED if row[0] == name):
+    rows = [row for names, *row in REFUSED if name == names or (name in names and type(names) is not str)]
+    for argument, value, error, text in rows:
         with pytest.raises(error, match="^" + re.escape(f"{name}: {argument}: {text}")):
             trace(RIGHT[name] | (value if isinstance(value, dict) else {argument: value}))
 
@@ -156,10 +175,7 @@ def hiding(shape, *indices):
 PROBABILITIES = but(PIXELS, ((1, 2), [0.5, 0.125, 0.125]))
 OUTSIDE = but(PIXELS, ((1, 2), [0.5, 0.125, 0.125]), ((1, 4), [1.5, -0.5, 0]))
 BINARY = but(PIXELS[..., 0], ((1, 2), -0.5), ((1, 4), 1.5))
-SUMS, TWO_OUTSIDE = (
-    "1 of 12 rows of predictions do not sum to 1; first at (1, 2): 0.75",
-    "2 of 36 predictions are outside [0, 1]",
-)
+SUMS = "1 of 12 rows of predictions do not sum to 1; first at (1, 2): 0.75"
 TWO_PIXELS = hiding((2, 6, 1), (1, 2), (1, 4))
 NO_SOFTMAX, FIRST_ROW = {"apply_softmax": False}, {"where": np.array([[True], [False]])}
 AT_5, ALPHA = np.where(np.arange(48).reshape(4, 6, 2) == 41, 5, -1), np.float32([[0.5], [-0.1], [NAN]])
@@ -192,7 +208,8 @@ REPORTED = [
     ("dice_loss", {"predictions": PROBABILITIES, **NO_SOFTMAX}, TWO_PIXELS, SUMS),
     ("binary_dice_loss", {"predictions": BINARY, "apply_sigmoid": False}, {"where": TWO_PIXELS["where"][..., 0]},
      "2 of 12 predictions are outside [0, 1]; first at (1, 2): -0.5"),
-    ("multiclass_generalized_dice_loss", {"predictions": OUTSIDE, **NO_SOFTMAX}, TWO_PIXELS, TWO_OUTSIDE),
+    ("multiclass_generalized_dice_loss", {"predictions": OUTSIDE, **NO_SOFTMAX}, TWO_PIXELS,
+     "2 of 36 predictions are outside [0, 1]"),
 ]  # fmt: skip
 
 

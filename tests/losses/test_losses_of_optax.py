@@ -91,11 +91,7 @@ CASES = [
     Case("triplet_margin_loss", (X, Y, P), {"margin": 2.0}),
     Case("dice_loss", (PIXELS, TRUTH)),
     Case("dice_loss", (PIXELS, TRUTH), {"reduction": "none", "alpha": 0.3, "smooth": 0.5, "ignore_background": True}),
-    Case(
-        "dice_loss",
-        (PIXELS, TRUTH),
-        {"reduction": "sum", "class_weights": np.float32([0, 1, 2, 3]), "axis": (1, 2)},
-    ),
+    Case("dice_loss", (PIXELS, TRUTH), {"reduction": "sum", "class_weights": np.float32([0, 1, 2, 3]), "axis": (1, 2)}),
     Case("dice_loss", (PIXELS[..., :1], TRUTH[..., 0])),
     Case("multiclass_generalized_dice_loss", (PIXELS, TRUTH)),
     Case("multiclass_generalized_dice_loss", (PIXELS, TRUTH), {"ignore_background": True}),
@@ -113,12 +109,9 @@ def loss_of(module, name):
     return getattr(module, name)
 
 
-def ours(case, **kwargs):
-    return functools.partial(loss_of(masksafe.losses, case.name), **case.kwargs, **kwargs)
-
-
-def theirs(case):
-    return functools.partial(loss_of(optax.losses, case.name), **case.kwargs)
+def of_both(case):
+    """Our loss and that of optax."""
+    return [functools.partial(loss_of(module, case.name), **case.kwargs) for module in (masksafe.losses, optax.losses)]
 
 
 def value_and_gradients(loss, args):
@@ -135,10 +128,8 @@ def value_and_gradients(loss, args):
     return out, gradients
 
 
-# As optax has it.
-
-
-def test_every_name_has_the_parameters_of_optax():
+def test_every_name_has_a_case_and_the_parameters_of_optax():
+    assert {case.name for case in CASES} == set(NAMES) - {"make_fenchel_young_loss"} | {"fenchel_young_loss"}
     for name in NAMES:
         expected = list(inspect.signature(getattr(optax.losses, name)).parameters.values())
         actual = list(inspect.signature(getattr(masksafe.losses, name)).parameters.values())
@@ -148,10 +139,6 @@ def test_every_name_has_the_parameters_of_optax():
         assert [p.kind for p in added] == [inspect.Parameter.KEYWORD_ONLY] * len(added)
         of_labels = ["axis_name", "label_smoothing", "z_loss", "with_components", "class_weights"]
         assert [p.name for p in added] in ([], ["where"], of_labels)
-
-
-def test_every_name_has_a_case():
-    assert {case.name for case in CASES} == set(NAMES) - {"make_fenchel_young_loss"} | {"fenchel_young_loss"}
 
 
 def assert_as_optax(name, actual, expected):
@@ -164,7 +151,7 @@ def assert_as_optax(name, actual, expected):
 @pytest.mark.filterwarnings("ignore:The function convex_kl")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_values_and_gradients_are_those_of_optax(case):
-    both = jax.jit(lambda *args: [value_and_gradients(f(case), args) for f in (ours, theirs)])
+    both = jax.jit(lambda *args: [value_and_gradients(loss, args) for loss in of_both(case)])
     (actual, gradients), (expected, expected_gradients) = both(*case.args)
     assert_as_optax(case.name, actual, expected)
     if "forward_probs" in case.name:
@@ -211,7 +198,7 @@ def assert_types_are_those_of_optax(pairs, least):
             args = [x if isinstance(x, float) else jnp.asarray(x) for x in case.args]
             for i, kind in zip(typed, kinds, strict=True):
                 args[i] = TYPES[kind](case.args[i])
-            actual, expected = (type_of_result(loss(case), args) for loss in (ours, theirs))
+            actual, expected = (type_of_result(loss, args) for loss in of_both(case))
             if isinstance(actual, Exception):  # what optax takes and we refuse, we refuse by name
                 assert isinstance(expected, Exception) or f"{name}: " in str(actual), kinds
             elif not isinstance(expected, Exception):
@@ -264,5 +251,5 @@ def test_a_mask_of_lower_rank_is_of_rows_or_as_numpy_has_it(name):
     scores, mask = np.float32([[0.5, 0.25], [0.75, 0.5]]), np.array([True, False])
     others = [np.array([0, 1])] if name in OF_LABELS else [scores[::-1], 2 * scores][: 1 + ("triplet" in name)]
     masks = mask, np.broadcast_to(mask[:, None] if name in ROWS_FIRST else mask[None], (2, 2))
-    of_both = jax.jit(lambda scores: [getattr(masksafe.losses, name)(scores, *others, where=where) for where in masks])
-    np.testing.assert_allclose(*of_both(scores), rtol=1e-6)
+    both = jax.jit(lambda scores: [getattr(masksafe.losses, name)(scores, *others, where=where) for where in masks])
+    np.testing.assert_allclose(*both(scores), rtol=1e-6)

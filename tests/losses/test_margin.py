@@ -1,9 +1,12 @@
-"""Hinge, perceptron and sparsemax losses with bad labels, ties and scores of any size."""
+"""Hinge, perceptron, sparsemax and Fenchel-Young losses with bad labels, ties and scores of any size."""
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+import masksafe
 from masksafe import losses
 
 MULTICLASS = [losses.multiclass_hinge_loss, losses.multiclass_perceptron_loss, losses.multiclass_sparsemax_loss]
@@ -49,18 +52,45 @@ def test_sparsemax_with_forbidden_classes_and_ties():
 
 
 def test_sparsemax_of_large_scores():
-    for row in ([2e7, 0.0, 0.0], [3e38, 1.5e38, -3e38], [-2e7] * 3, [3e6 + 0.25, 3e6, 3e6]):
+    rows = {(2e7, 0, 0): (1, 0, 0), (3e38, 1.5e38, -3e38): (1, 0, 0), (-2e7,) * 3: (1 / 3,) * 3}
+    for row, p in (rows | {(3e6 + 0.25, 3e6, 3e6): (0.5, 0.25, 0.25)}).items():
         scores = np.float32([row] * 3)
         value, gradient = values_and_gradients(scores, jnp.array([1, 1, 1]))[2]
-        exact = np.float64(scores[0])
-        exact -= exact.max()
-        falling = np.sort(exact)[::-1]
-        size = max(k for k in (1, 2, 3) if 1 + k * falling[k - 1] > falling[:k].sum())
-        p = np.maximum(exact - (falling[:size].sum() - 1) / size, 0)
-        np.testing.assert_allclose(value[0], p @ (exact - exact[1]) + (1 - p @ p) / 2, rtol=1e-5)
-        np.testing.assert_allclose(gradient[0], p - [0, 1, 0], rtol=1e-5, atol=1e-6)
+        exact = np.float64(row) - max(row)
+        np.testing.assert_allclose(value[0], definitions.sparsemax_of_label(exact, 1), rtol=1e-5)
+        np.testing.assert_allclose(gradient[0], p - np.array([0, 1, 0]), rtol=1e-5, atol=1e-6)
 
 
 def test_a_nan_label_of_the_binary_sparsemax_shows():
     value = losses.sparsemax_loss(jnp.array([1.0, 2.0]), jnp.array([jnp.nan, 1.0]))
     np.testing.assert_array_equal(np.isnan(value), [True, False])
+
+
+# Fenchel-Young losses: the function that they are given.
+
+SOME = np.random.default_rng(1).normal(size=(2, 3, 4)).astype(np.float32)
+TARGETS = np.float32(np.random.default_rng(2).dirichlet(np.ones(4), (2, 3)))
+ROWS = np.array([[True, False, True], [False, True, True]])
+fenchel_young = losses.make_fenchel_young_loss(masksafe.logsumexp)
+
+
+def test_other_arguments_reach_the_maximum_and_masked_rows_need_nothing_of_it():
+    ours = losses.make_fenchel_young_loss(lambda s, scale, *, shift: jnp.max(s) * scale + shift)
+    expected = 2 * SOME.max(-1) + 5 - (SOME * TARGETS).sum(-1)
+    both = jax.jit(lambda s: [ours(s, TARGETS, 2.0, shift=5.0, **w) for w in ({}, {"where": ROWS})])
+    whole, masked = both(SOME)
+    np.testing.assert_allclose(whole, expected, rtol=1e-6)
+    np.testing.assert_allclose(masked, np.where(ROWS, expected, 0), rtol=1e-6)
+
+
+def test_integers_are_computed_as_floats():
+    ours = losses.make_fenchel_young_loss(jax.scipy.special.logsumexp)
+    both = jax.jit(lambda s, t: (fenchel_young(s.astype(float), t), ours(s, t)))
+    np.testing.assert_allclose(both(jnp.array([1, 2, 3]), jnp.array([0, 1, 0])), 1.4076059, rtol=1e-6)
+
+
+def test_other_shapes_are_refused():
+    with pytest.raises(ValueError, match="fenchel_young_loss: targets: got shape"):
+        fenchel_young(SOME[..., :1], TARGETS)
+    with pytest.raises(ValueError, match="fenchel_young_loss: where: got shape"):
+        fenchel_young(SOME, TARGETS, where=np.ones(4, bool))

@@ -23,10 +23,8 @@ def test_masking_classes_or_samples_is_taking_them_out():
 
     @jax.jit
     def all_of(x, t, removed, removed_targets):
-        of_each = [
-            (loss(x, t, where=classes), loss(removed, removed_targets))
-            for loss in (dice_loss, multiclass_generalized_dice_loss)
-        ]
+        both = dice_loss, multiclass_generalized_dice_loss
+        of_each = [(loss(x, t, where=classes), loss(removed, removed_targets)) for loss in both]
         of_classes = dice_loss(x, TARGETS, where=of_samples, reduction="none")
         return of_each, dice_loss(x, TARGETS, where=samples), dice_loss(x, TARGETS), of_classes
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,33 +70,25 @@ def test_long_segments_keep_their_digits(name):
     @jax.jit
     def results(x, w, ids):
         of = lambda name: functools.partial(getattr(masksafe, f"segment_{name}"), segment_ids=ids, num_segments=number)  # noqa: E731
-        of_segments = (
-            of("sum")(w),
-            of("mean")(w),
-            of("var")(x),
-            of("sum")(w, weights=w),
-            of("var")(x, weights=w),
-            jnp.exp(of("logsumexp")(x)),
-            jax.jvp(of("sum"), (x,), (w,))[1],
-        )
+        moments = of("sum")(w), of("mean")(w), of("var")(x), of("sum")(w, weights=w), of("var")(x, weights=w)
+        of_segments = *moments, jnp.exp(of("logsumexp")(x)), jax.jvp(of("sum"), (x,), (w,))[1]
         # A reverse pass adds up what it brings back from segments.
         sum_of_cotangents = of("softmax")(x) * w - jax.vjp(of("softmax"), x)[1](w)[0]
         of_rows = of("softmax")(x), of("standardize")(x), jax.vjp(of("log_softmax"), x)[1](w)[0], sum_of_cotangents
         return of_segments, of_rows
 
-    wide, weights = np.float64(x), np.float64(w)
     live = (ids >= 0) & (ids < number)
-    at = np.where(live, ids, number)
-    sums = lambda x: np.bincount(at, x, number + 1)[:number]  # noqa: E731
-    back = lambda values: np.append(values, 0)[at]  # noqa: E731
-    var = sums((wide - back(sums(wide) / sums(live))) ** 2) / sums(live)
-    weighted_var = sums(weights * (wide - back(sums(weights * wide) / sums(weights))) ** 2) / sums(weights)
-    total = sums(np.exp(wide))
-    probs = np.where(live, np.exp(wide) * back(1 / total), 0)
-    standard = np.where(live, (wide - back(sums(wide) / sums(live))) * back(1 / np.sqrt(var + 1e-5)), 0)
-    d_log_softmax = np.where(live, weights, 0) - probs * back(sums(weights))
-    of_segments = sums(weights), sums(weights) / sums(live), var, sums(weights**2), weighted_var, total, sums(weights)
-    of_rows = probs, standard, d_log_softmax, probs * back(sums(probs * weights))
+    back = lambda values: np.append(values, 0)[np.where(live, ids, number)]  # noqa: E731
+
+    def exact(formula, *arrays, **options):
+        columns = (np.float64(a)[:, None] for a in arrays)
+        return definitions.by_segment(formula, number, **options)(live, *columns, ids)[0][:, 0]
+
+    sums, totals = exact(np.sum, w), exact(lambda x: np.sum(np.exp(x)), x)
+    moments = exact(np.mean, w), exact(np.var, x), exact(lambda x, v: x @ v, w, w)
+    of_segments = sums, *moments, exact(definitions.weighted_var, x, w), totals, sums
+    probs, standard = (exact(f, x, keeps_row=True) for f in (definitions.softmax, definitions.standardize))
+    of_rows = probs, standard, np.where(live, w, 0) - probs * back(sums), probs * back(exact(np.sum, probs * w))
     found_of_segments, found_of_rows = results(x, w, ids)
     for found, expected in zip(found_of_segments, of_segments, strict=True):
         np.testing.assert_allclose(found, expected, rtol=2e-6)
