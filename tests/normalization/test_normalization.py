@@ -342,7 +342,7 @@ def test_variance_about_a_given_mean_keeps_its_digits():
         (lambda: jax.jit(lambda e: masksafe.layer_norm(X, epsilon=e))(0.1), TypeError, "layer_norm: epsilon: got a t"),
         (lambda: jax.jit(lambda c: masksafe.var(X, correction=c))(1.0), TypeError, "var: correction: got a traced"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_refused(call, error, text):
     with pytest.raises(error, match=text):
         call()
