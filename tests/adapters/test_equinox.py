@@ -384,8 +384,6 @@ class Model(equinox.Module):
         x = jax.vmap(rms_norm)(x + self.attention(x, x, x, mask))
         return self.batch_norm(group_norm(x), state)
 """
-INPUTS = jax.random.normal(jax.random.key(6), (5, 4, 3))
-CAUSAL = jnp.tril(jnp.ones((4, 4), bool))
 
 
 def model_of(layers):
@@ -397,21 +395,6 @@ def model_of(layers):
 @pytest.fixture(scope="module")
 def models():
     return model_of("masksafe.adapters.equinox"), model_of("equinox.nn")
-
-
-def test_a_model_is_moved_by_one_import(models):
-    @equinox.filter_jit
-    def step(model, state):
-        def loss(model, state):
-            call = equinox.filter_vmap(model, in_axes=(0, None, None), out_axes=(0, None), axis_name="batch")
-            out, state = call(INPUTS, CAUSAL, state)
-            return jnp.mean(jnp.sin(out)), (out, state)
-
-        (_, (out, state)), gradients = equinox.filter_value_and_grad(loss, has_aux=True)(model, state)
-        model = equinox.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients))
-        return out, arrays_of(model), arrays_of(state)
-
-    assert_close(*(step(*model) for model in models))
 
 
 @pytest.mark.parametrize("moved", [0, 1], ids=["to equinox", "from equinox"])

@@ -9,22 +9,16 @@ import numpy as np
 import pytest
 from attention_cases import attention, exact, normals, random_inputs, replaced, with_gradients
 from comparisons import assert_close
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 import masksafe
 from masksafe import attention_masks
 
-with_residual = functools.partial(attention, return_residual=True)
 QUERY, KEY = np.arange(6)[:, None], np.arange(7)
 COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
 
 
 # score_mod. That masked pairs never count, and that all derivatives are exact, is a row of the contract's table.
-
-
-def alibi(query, key, value, slopes):
-    mod = lambda x, batch, head, q, k: x + slopes[head] * (k - q)  # noqa: E731
-    return with_residual(query, key, value, is_causal=True, score_mod=mod)
 
 
 def test_a_bad_query_or_key_shows_whatever_the_function_returns(form):
@@ -149,22 +143,6 @@ def test_what_shard_map_cannot_check_is_refused_with_a_way_out():
     with pytest.raises(ValueError, match=r"score_mod or mask_mod: got a function with \w+; .* check_vma=False"):
         jax.eval_shape(with_gradients(in_shard_map(ABOVE_0)), random_inputs(), COTANGENTS[0])
     jax.eval_shape(with_gradients(in_shard_map(ABOVE_0, check_vma=False)), random_inputs(), COTANGENTS[0])
-
-
-def test_a_table_and_positions_that_are_split():
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Explicit,))
-    table, positions = np.arange(7) != 3, np.stack([np.arange(7), np.arange(7)[::-1]])
-
-    def fn(q, k, v, at):
-        mods = dict(score_mod=lambda x, b, h, i, j: x + h * j, mask_mod=lambda b, h, i, j: jnp.asarray(table)[j])
-        return attention(q, k, v, key_positions=at, **mods)
-
-    inputs = random_inputs(N=4, K=2)
-    with jax.set_mesh(mesh):
-        place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch")))  # noqa: E731
-        out = jax.jit(fn)(*map(place, (*inputs, positions)))
-    bias = np.arange(4)[:, None, None] * positions[:, None, None]
-    assert_close(out, exact(*inputs, (positions != 3)[:, None, None], bias)[0])
 
 
 BAD_MASKS = [

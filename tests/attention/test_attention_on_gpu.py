@@ -6,17 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    attention,
-    below,
-    causal,
-    exact,
-    hidden_by,
-    normals,
-    random_inputs,
-    window,
-    with_gradients,
-)
+from attention_cases import attention, below, causal, exact, hidden_by, normals, random_inputs, window, with_gradients
 from comparisons import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.gpu

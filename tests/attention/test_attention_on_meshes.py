@@ -48,6 +48,7 @@ MASKS = {
         dict(
             score_mod=lambda x, b, h, q, k: x * (1 + b) - TABLE[h, q + k] * h,
             mask_mod=lambda b, h, q, k: (q + k + h + b) % 3 > 0,
+            key_positions=np.arange(B * S).reshape(B, S) % S,
         ),
         {},
     ),

@@ -260,29 +260,8 @@ def test_other_derivatives(name):
         jax.jvp(functools.partial(splash, **arguments), inputs, along)
 
 
-def value_and_gradients(fn, d_out, *inputs):
-    out, reverse = jax.vjp(fn, *inputs)
-    return out, reverse(d_out)
-
-
 def mesh_of(kind):
     return jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("where", ["explicit", "automatic", "shard_map"])
-def test_meshes(where):
-    """Explicit axes that split batch or heads, and `jax.shard_map`: the kernel. Automatic ones: the form in blocks."""
-    inputs = inputs_of(K=2)
-    kind = AxisType.Explicit if where == "explicit" else AxisType.Auto
-    mesh, spec = mesh_of(kind), PartitionSpec("x", None, "y")
-    fn = functools.partial(attention, is_causal=True)
-    expected = jax.jit(functools.partial(value_and_gradients, fn))(D_OUT, *inputs)
-    run = functools.partial(value_and_gradients, fn)
-    if where == "shard_map":
-        run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
-    split = jax.device_put((D_OUT, *inputs), NamedSharding(mesh, spec))
-    assert_close(jax.jit(run)(*split), expected)
 
 
 # Where it is taken.
