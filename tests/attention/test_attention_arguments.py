@@ -12,44 +12,34 @@ from masksafe import attention_masks
 
 # Integers of any width.
 
+SEGMENT = dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones((2, 7), int))
 USUAL = dict(
     is_causal=True,
     causal_offset=jnp.array([1, 2]),
     query_seq_lengths=jnp.array([6, 6]),
     key_value_seq_lengths=jnp.array([3, 7]),
-    query_segment_ids=jnp.ones((2, 6), int),
-    key_value_segment_ids=jnp.ones((2, 7), int),
+    **SEGMENT,
     local_window_size=(4, 2),
     bias=jnp.arange(7.0),
     scale=jnp.array(2.0),
 )
-UNUSUAL = dict(
-    is_causal=True,
-    causal_offset=jnp.array([1, 2], jnp.int8),
-    query_seq_lengths=jnp.full(2, 2**32 - 1, jnp.uint32),
-    key_value_seq_lengths=jnp.array([3, 120], jnp.uint8),
-    query_segment_ids=jnp.ones((2, 6), jnp.int8),
-    key_value_segment_ids=jnp.ones((2, 7), jnp.uint32),
-    local_window_size=[4, 2],
-    bias=jnp.arange(7),
-    scale=jnp.full((1, 1), 2),
-)
-# Pairs of numbers that mean the same; all in the program of the usual ones.
-ALIKE = {
-    "64-bit lengths": (dict(key_value_seq_lengths=np.full(2, 2**40)), dict(key_value_seq_lengths=jnp.array([7, 7]))),
-    "64-bit offset": (dict(causal_offset=np.full(2, -(2**40))), dict(causal_offset=jnp.array([-20, -20]))),
-    "negative lengths": (
-        dict(key_value_seq_lengths=jnp.array([-1, -(2**31)])),
-        dict(key_value_seq_lengths=jnp.array([0, 0])),
-    ),
-}
+# Other numbers, and what they mean in place of the usual ones; all in one program.
+ALIKE = [
+    (dict(causal_offset=jnp.array([1, 2], jnp.int8)), {}),
+    (dict(causal_offset=np.full(2, -(2**40))), dict(causal_offset=jnp.array([-20, -20]))),
+    (dict(query_seq_lengths=jnp.full(2, 2**32 - 1, jnp.uint32)), {}),
+    (dict(key_value_seq_lengths=jnp.array([3, 120], jnp.uint8)), {}),
+    (dict(key_value_seq_lengths=np.full(2, 2**40)), dict(key_value_seq_lengths=jnp.array([7, 7]))),
+    (dict(key_value_seq_lengths=jnp.array([-1, -(2**31)])), dict(key_value_seq_lengths=jnp.array([0, 0]))),
+    ({name: x.astype("int8" if "query" in name else "uint32") for name, x in SEGMENT.items()}, {}),
+    (dict(local_window_size=[4, 2], bias=jnp.arange(7), scale=jnp.full((1, 1), 2)), {}),
+]
 
 
 def test_no_integer_wraps():
-    run = lambda **arguments: np.asarray(attention(*random_inputs(), **(USUAL | arguments)))  # noqa: E731
-    np.testing.assert_array_equal(run(**UNUSUAL), run())
-    for unusual, usual in ALIKE.values():
-        np.testing.assert_array_equal(run(**unusual), run(**usual))
+    run = lambda arguments: np.asarray(attention(*random_inputs(), **(USUAL | arguments)))  # noqa: E731
+    for unusual, usual in ALIKE:
+        np.testing.assert_array_equal(run(unusual), run(usual))
 
 
 # Bad arguments.
