@@ -26,6 +26,11 @@ def test_a_bias_of_minus_infinity_masks(form):
         assert_same_bits(run((*poisoned(inputs, live, garbage), bias), COTANGENTS), clean)
 
 
+def test_keys_that_a_static_window_hides_from_a_block_are_left_out_and_no_others(form):
+    arguments, live = CASES["window"]
+    assert_close(attention(*random_inputs(), **arguments), exact(*random_inputs(), live)[0])
+
+
 # What is not masked is not hidden.
 
 ONE_SEGMENT, HALVES, INDEX = np.zeros((1, 6), np.int32), np.int32([[0, 0, 0, 1, 1, 1]]), np.arange(6)

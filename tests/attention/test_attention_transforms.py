@@ -73,6 +73,7 @@ WITH_DROPOUT = dict(dropout_rate=0.1, dropout_key=jax.random.key(0))
 STATIC = [dict(is_causal=True), {}, dict(local_window_size=256), dict(key_value_seq_lengths=T // 2), WITH_DROPOUT]
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize(("arguments", "static"), [*(({}, x) for x in STATIC), (OF_PAIRS, {})], ids=str)
 def test_the_gradient_holds_no_array_over_pairs(arguments, static):
     loss = lambda qkv, arguments: jnp.sum(attention(*qkv, **arguments, **static))  # noqa: E731
@@ -122,12 +123,6 @@ def test_blocks_with_nothing_unmasked_are_skipped(name, size, choose, monkeypatc
         is_exact = name.split(",")[0] in ("causal", "window", "key lengths", "query lengths")
         if is_exact and "segments" not in name:  # others may keep one in vain
             assert has_some == bool(live[i, j])
-
-
-def test_keys_that_a_static_mask_hides_from_a_tile_are_left_out_and_no_others(choose):
-    by_rows(choose)
-    arguments, live = CASES["window"]
-    assert_close(attention(*random_inputs(), **arguments), exact(*random_inputs(), live)[0])
 
 
 def test_segments_in_order_skip_all_other_blocks():
