@@ -10,7 +10,6 @@ import pytest
 from attention_cases import (
     CASES,
     attention,
-    by_rows,
     causal,
     exact,
     normals,
