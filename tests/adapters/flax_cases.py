@@ -3,11 +3,9 @@
 import functools
 
 import chex
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint
 from flax import linen, nnx
 
 from masksafe import adapters
@@ -260,17 +258,3 @@ def filled(value, x=X, mask=MASK):
 def assert_masked_are_zero(*arrays):
     for x in arrays:
         np.testing.assert_array_equal(np.where(MASK, 0, x), 0)
-
-
-def through_msgpack(state, directory):
-    return flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
-
-
-def through_orbax(state, directory):
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(directory / "state", state)
-
-
-CHECKPOINTS = [through_msgpack, through_orbax]

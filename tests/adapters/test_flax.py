@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attention_in_flax import make_modern_layer
 from flax import linen, nnx
+from flax.serialization import from_bytes, to_bytes
 from flax_cases import MASK, MASKED, PAIRS, VALID, Linen, Nnx, X, attention, filled, norm, value_and_gradients
 
 from masksafe.adapters import flax_attention
@@ -231,9 +232,8 @@ def test_a_moved_model_does_not_see_padding(flax):
     cases.same_for_all_garbage(gradients)
 
 
-@pytest.mark.parametrize("through", cases.CHECKPOINTS)
 @each_library
-def test_a_model_moves_by_one_import_with_its_checkpoint_and_back(flax, through, tmp_path):
+def test_a_model_moves_by_one_import_with_its_checkpoint_and_back(flax):
     own, moved = (flax.model(module.__name__) for module in (flax.own, flax.ours))
     assert flax.metadata(moved) == flax.metadata(own)
     chex.assert_trees_all_equal(flax.state(moved), flax.state(own))
@@ -242,11 +242,14 @@ def test_a_model_moves_by_one_import_with_its_checkpoint_and_back(flax, through,
         _, d_params, _, after = value_and_gradients(flax, model, X)
         return flax.trained(model, d_params, after)
 
+    def loaded(model, state):
+        return flax.with_state(model, from_bytes(state, to_bytes(state)))
+
     own = trained(own)
-    moved = flax.with_state(moved, through(flax.state(own), tmp_path / "there"))
-    own, moved = trained(own), trained(moved)
+    moved = trained(loaded(moved, flax.state(own)))
+    own = trained(own)
     cases.assert_close(flax.state(moved), flax.state(own))
-    back = flax.with_state(own, through(flax.state(moved), tmp_path / "back"))
+    back = loaded(own, flax.state(moved))
     chex.assert_trees_all_equal(flax.state(back), flax.state(moved))
 
 
