@@ -129,12 +129,3 @@ def test_segments_in_order_skip_all_other_blocks():
     plan, pairs = Plan(1.0, None, 0.0, None, platforms.AttentionSizes()), Pairs(query_segments=ids, key_segments=ids)
     live = unmasked_tiles(plan, pairs, divide(64, 8), divide(64, 8))
     np.testing.assert_array_equal(live, np.eye(8, dtype=bool))
-
-
-def test_blocks_cover_everything_once():
-    for length in (1, 7, 8, 9, 13):
-        division = divide(length, 4)
-        spans = [division.tile(i) for i in range(division.number)]
-        owned = [[n for n in range(int(s.start), int(s.start) + s.size) if n >= int(s.first)] for s in spans]
-        assert [n for part in owned for n in part] == list(range(length))
-        assert division.size <= 4
