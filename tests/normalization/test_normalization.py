@@ -86,8 +86,8 @@ IN_PROGRAMS = pairs(PROGRAMS, [False, True], [-1, 0])
 @pytest.mark.parametrize(
     ("program", "op", "axis", "where"),
     [
-        ("blocks", "layer_norm", 1, "rows"),  # with rows left over
         ("one block", "layer_norm", (2, 0), "some"),
+        ("blocks", "layer_norm", 1, "rows"),
         ("one block", "rms_norm", (2, 0), "columns"),
         ("blocks", "standardize", (0, 1, 2), "dead"),
         ("elsewhere", "layer_norm", (2, 1), "some"),
@@ -210,6 +210,14 @@ def test_without_epsilon_the_scale_of_a_row_has_no_effect(name, masked):
         of_scaled, d_scaled = value_and_gradient(x * np.float32(scale))
         np.testing.assert_allclose(of_scaled, y, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(d_scaled * np.float32(scale), d_x, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_are_left_over_from_blocks_count(choose):
+    x = np.random.default_rng(5).normal(size=(7, 3)).astype(np.float32)
+    args = x, *parameters((7, 3), -1), None, weights_of((7, 3))
+    expected = value_and_gradients("layer_norm")(*args)
+    choose(row_block_elements=8, most_elements_in_one_pass=16)
+    assert_close(value_and_gradients("layer_norm")(*args), expected, rtol=1e-5, atol=1e-5)
 
 
 # What is bad, and what is not there.
