@@ -3,11 +3,9 @@
 import functools
 
 import chex
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint
 from flax import linen, nnx
 
 from masksafe import adapters
@@ -135,6 +133,25 @@ class Nnx:
         y = layer(x, **arguments)
         return y, nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngState)))
 
+    @staticmethod
+    def state(model):
+        """All parameters and statistics, as dictionaries of arrays."""
+        return nnx.to_pure_dict(nnx.state(model))
+
+    @staticmethod
+    def metadata(model):
+        return dict(model.norms[0].scale.get_metadata())
+
+    @staticmethod
+    def with_state(model, state):
+        nnx.update(model, state)
+        return model
+
+    @classmethod
+    def trained(cls, model, d_params, after):
+        """The model after a step of gradient descent, with the statistics after it."""
+        return cls.with_state(cls.with_state(model, after), descended(nnx.state(model, nnx.Param), d_params))
+
 
 class Linen:
     """Layers of flax.linen, each bound to its variables, so that it is called as one of flax.nnx."""
@@ -169,6 +186,26 @@ class Linen:
     @staticmethod
     def apply(definition, params, rest, x, **arguments):
         return definition.apply({"params": params, **rest}, x, **arguments, mutable=["batch_stats", "cache"])
+
+    @staticmethod
+    def state(model):
+        return linen.unbox(model.variables)
+
+    @staticmethod
+    def metadata(model):
+        return jax.tree.structure(model.variables)  # with the boxes of partitioning
+
+    @staticmethod
+    def with_state(model, state):
+        return model.unbind()[0].bind(state, mutable=["batch_stats"])
+
+    @classmethod
+    def trained(cls, model, d_params, after):
+        return cls.with_state(model, {"params": descended(cls.state(model)["params"], linen.unbox(d_params)), **after})
+
+
+def descended(params, d_params):
+    return jax.tree.map(lambda p, d: p - 5e-4 * d, params, d_params)
 
 
 def norm(library, module, name):
@@ -221,17 +258,3 @@ def filled(value, x=X, mask=MASK):
 def assert_masked_are_zero(*arrays):
     for x in arrays:
         np.testing.assert_array_equal(np.where(MASK, 0, x), 0)
-
-
-def through_msgpack(state, directory):
-    return flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
-
-
-def through_orbax(state, directory):
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(directory / "state", state)
-
-
-CHECKPOINTS = [through_msgpack, through_orbax]

@@ -1,18 +1,13 @@
 """The modules of layers as attributes of `masksafe.adapters`, with their libraries and without."""
 
-import re
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 
 import masksafe
 
-PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 LIBRARY_OF = {"nnx": "flax", "linen": "flax", "equinox": "equinox"}
-libraries = pytest.mark.parametrize(("name", "library"), LIBRARY_OF.items())
 
 
 def test_each_is_loaded_on_first_use():
@@ -22,7 +17,7 @@ def test_each_is_loaded_on_first_use():
         assert getattr(masksafe.adapters, name).LayerNorm.__module__ == f"masksafe.adapters.{name}"
 
 
-@libraries
+@pytest.mark.parametrize(("name", "library"), LIBRARY_OF.items())
 def test_without_its_library_it_says_what_is_missing(name, library, monkeypatch):
     forget(name, monkeypatch)
     monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
@@ -47,8 +42,3 @@ def test_what_there_is():
     assert set(dir(masksafe.adapters)) == {"flax_attention", *LIBRARY_OF}
     with pytest.raises(AttributeError, match="no attribute 'haiku'"):
         _ = masksafe.adapters.haiku
-
-
-def test_the_extra_that_builds_the_site_has_the_libraries():
-    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
-    assert {re.match(r"[\w-]+", requirement)[0] for requirement in extras["docs"]} >= set(LIBRARY_OF.values())

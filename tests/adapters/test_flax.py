@@ -1,4 +1,7 @@
-"""What the layers of flax.nnx and of flax.linen with masksafe inside have in common, against flax's own."""
+"""What the layers of flax.nnx and of flax.linen with masksafe inside have in common, against flax's own.
+
+And `flax_attention`, with which they attend.
+"""
 
 import chex
 import flax_cases as cases
@@ -6,7 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_in_flax import make_modern_layer
+from flax import linen, nnx
+from flax.serialization import from_bytes, to_bytes
 from flax_cases import MASK, MASKED, PAIRS, VALID, Linen, Nnx, X, attention, filled, norm, value_and_gradients
+
+from masksafe.adapters import flax_attention
 
 
 def ids(value):
@@ -174,8 +182,39 @@ def test_attention_refuses_a_mask_that_would_enlarge_its_inputs(flax, shapes, ma
 def test_attention_drops_weights_and_refuses_to_store_them(flax):
     layer = attention(flax, flax.ours, dropout_rate=0.5, deterministic=False)
     assert jnp.any(layer(X) != layer(X))
-    with pytest.raises(ValueError, match="sow_weights"):
+    with pytest.raises(
+        ValueError, match=r"^flax_attention: module: got Multi\w+; expected None. Do not set sow_weights"
+    ):
         layer(X, sow_weights=True)
+
+
+def test_flax_attention_without_a_layer():
+    head = X[:, :, None]  # as query, key and value
+    without = flax_attention(head, head, head)
+    np.testing.assert_array_equal(flax_attention(head, head, head, dropout_rate=0.9, deterministic=True), without)
+    assert flax_attention(head, head, head, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    with pytest.raises(TypeError, match="einsum"):
+        flax_attention(head, head, head, einsum=None)
+    with pytest.raises(ValueError, match=r"^flax_attention: dropout_rng: got None; expected a random key for dropout"):
+        flax_attention(head, head, head, dropout_rate=0.9)
+
+
+def test_of_a_cache_a_causal_mask_hides_nothing():
+    """Some versions of flax ask for one on top of their mask of the cache, by which a query saw the first key alone."""
+    query, key, value = (jnp.ones((1, n, 2, 4)) * jnp.arange(n)[:, None, None] for n in (1, 3, 3))
+    out = flax_attention(query, key, value, mask=jnp.ones((1, 1, 1, 3), bool), is_causal=True)
+    np.testing.assert_allclose(out, jnp.ones((1, 1, 2, 4)), rtol=1e-6)
+
+
+@pytest.mark.forms
+def test_sinks_score_mod_and_mask_mod_inside_of_a_layer():
+    layer, x = make_modern_layer(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (2, 5, 8))
+    expected, moved = layer(x), layer(x.at[:, 2].add(1.0))  # the first key of the second chunk
+    np.testing.assert_array_equal(moved[:, [0, 1, 4]], expected[:, [0, 1, 4]])
+    assert (moved[:, 2:4] != expected[:, 2:4]).all()
+    gradient = nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
+    for name in ("sinks", "slopes"):
+        assert (np.abs(gradient[name][...]) > 1e-6).all()
 
 
 # A whole model.
@@ -191,3 +230,47 @@ def test_a_moved_model_does_not_see_padding(flax):
         return {name: gradient for name, gradient in of_params.items() if name != flax.first_layer}
 
     cases.same_for_all_garbage(gradients)
+
+
+@each_library
+def test_a_model_moves_by_one_import_with_its_checkpoint_and_back(flax):
+    own, moved = (flax.model(module.__name__) for module in (flax.own, flax.ours))
+    assert flax.metadata(moved) == flax.metadata(own)
+    chex.assert_trees_all_equal(flax.state(moved), flax.state(own))
+
+    def trained(model):
+        _, d_params, _, after = value_and_gradients(flax, model, X)
+        return flax.trained(model, d_params, after)
+
+    def loaded(model, state):
+        return flax.with_state(model, from_bytes(state, to_bytes(state)))
+
+    own = trained(own)
+    moved = trained(loaded(moved, flax.state(own)))
+    own = trained(own)
+    cases.assert_close(flax.state(moved), flax.state(own))
+    back = loaded(own, flax.state(moved))
+    chex.assert_trees_all_equal(flax.state(back), flax.state(moved))
+
+
+# What flax.linen has of its own.
+
+
+@pytest.mark.forms
+def test_attention_promotes_queries_and_context_as_flax_does():
+    layers = (attention(Linen, module, param_dtype=jnp.bfloat16) for module in (Linen.ours, linen))
+    cases.assert_close(*(layer(X.astype(jnp.bfloat16), X) for layer in layers), jnp.bfloat16)
+
+
+def test_a_call_of_attention_is_recorded_once():
+    layer, variables = attention(Linen, Linen.ours).unbind()
+    out, state = layer.apply(variables, filled(jnp.nan), mask=PAIRS, capture_intermediates=True)
+    (recorded,) = state["intermediates"]["__call__"]
+    np.testing.assert_array_equal(recorded, out)
+
+
+@pytest.mark.parametrize("name", ["layer", "rms", "group"])
+def test_a_list_is_an_array(name):
+    layer, _ = norm(Linen, Linen.ours, name).unbind()
+    x, key = [[1.0, 2.0, 3.0, 4.0]], jax.random.key(0)
+    np.testing.assert_array_equal(*(layer.init_with_output(key, a)[0] for a in (x, jnp.array(x))))

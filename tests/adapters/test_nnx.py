@@ -1,11 +1,9 @@
 """What layers of flax.nnx with masksafe inside have of their own, and metrics; the rest is in test_flax.py."""
 
-import chex
 import flax_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from flax_cases import CHANNELS, GARBAGE, MASKED, NORMS, PAIRS, VALID, Nnx, X, attention, filled, norm
@@ -87,36 +85,6 @@ def test_attention_takes_inputs_without_a_batch_and_another_function():
     assert out.shape == X[1].shape
     np.testing.assert_allclose(out[:2], layer.out(layer.value(X[1]))[:2], rtol=1e-6)
     assert jnp.all(out[2:] == 0)
-
-
-# A whole model.
-
-
-@nnx.jit
-def train(model, optimizer, x):
-    loss, gradient = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
-    optimizer.update(model, gradient)
-    return loss
-
-
-def trained(model):
-    optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
-    return [train(model, optimizer, X) for _ in range(2)]
-
-
-@pytest.mark.parametrize("through", cases.CHECKPOINTS)
-def test_a_model_moves_by_one_import_with_its_checkpoint_and_back(through, tmp_path):
-    own, moved = (Nnx.model(module.__name__) for module in (nnx, ours))
-    assert type(moved.norms[0]) is ours.LayerNorm
-    assert type(moved.attention) is ours.MultiHeadAttention
-    metadata = [dict(model.norms[0].scale.get_metadata()) for model in (own, moved)]
-    assert metadata[0] == metadata[1]
-    trained(own)
-    nnx.update(moved, through(nnx.to_pure_dict(nnx.state(own)), tmp_path))
-    cases.assert_close(trained(moved), trained(own))
-    cases.assert_close(nnx.to_pure_dict(nnx.state(moved)), nnx.to_pure_dict(nnx.state(own)))
-    nnx.update(own, through(nnx.to_pure_dict(nnx.state(moved)), tmp_path / "back"))
-    chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(own)), nnx.to_pure_dict(nnx.state(moved)))
 
 
 # Metrics.

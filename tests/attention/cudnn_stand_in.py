@@ -41,21 +41,7 @@ class Structure(NamedTuple):
     left: int | None
 
 
-def dot_product_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
-    *,
-    scale,
-    is_causal,
-    query_seq_lengths,
-    key_value_seq_lengths,
-    local_window_size,
-    implementation,
-    return_residual=False,
-):
+def dot_product_attention(query, key, value, bias=None, mask=None, *, implementation, return_residual=False, **options):
     """In the form of `jax.nn.dot_product_attention`."""
     assert implementation == "cudnn"
     T, S = query.shape[1], key.shape[1]
@@ -68,13 +54,11 @@ def dot_product_attention(
         masked = jnp.asarray(-2 << (40 if query.dtype == jnp.bfloat16 else 14), query.dtype)
         masked = jnp.where(mask, jnp.zeros((), query.dtype), masked)
         bias = masked if bias is None else bias + masked
-    lengths = None if query_seq_lengths is None else (query_seq_lengths, key_value_seq_lengths)
-    left = None
-    if local_window_size is not None:
-        left, right = local_window_size
-        assert is_causal
-        assert right == 0
-    out, lse = _attend(Structure(scale, is_causal, left), query, key, value, bias, lengths)
+    lengths, window = options["query_seq_lengths"], options["local_window_size"]
+    lengths = None if lengths is None else (lengths, options["key_value_seq_lengths"])
+    assert window is None or (options["is_causal"] and window[1] == 0)
+    structure = Structure(options["scale"], options["is_causal"], None if window is None else window[0])
+    out, lse = _attend(structure, query, key, value, bias, lengths)
     return (out, lse.astype(query.dtype)) if return_residual else out
 
 
@@ -95,40 +79,27 @@ def _(*_):
 
 def _forward(structure, q, k, v, bias, lengths):
     q, k, v = _without_vmap(q, k, v)
-    p, lse = _weights(structure, q, k, bias, lengths)
-    out = jnp.einsum("bnts,bsnh->btnh", p.astype(q.dtype), _by_query_head(v, q), preferred_element_type=jnp.float32)
-    out, lse = out.astype(q.dtype), jnp.moveaxis(lse, 1, 2)
+    out, lse = _results(structure, q, k, v, bias, lengths)
     if lengths is not None:
         out, lse = _unwritten_beyond(lengths[0], out), _unwritten_beyond(lengths[0], lse)
-    return (out, lse), (q, k, v, bias, lengths, out)
+    return (out, lse), (q, k, v, bias, lengths)
 
 
 def _reverse(structure, residuals, cotangents):
-    q, k, v, bias, lengths, out = residuals
+    q, k, v, bias, lengths = residuals
     q, k, v = _without_vmap(q, k, v)
-    d_out, wide = cotangents[0].astype(jnp.float32), jnp.float32
-    p, _ = _weights(structure, q, k, bias, lengths)
-    delta = jnp.sum(out.astype(wide) * d_out, -1)
-    d_p = jnp.einsum("btnh,bsnh->bnts", d_out, _by_query_head(v, q).astype(wide))
-    d_x = p * (d_p - jnp.moveaxis(delta, 1, 2)[..., None])
-    d_q = structure.scale * jnp.einsum("bnts,bsnh->btnh", d_x, _by_query_head(k, q).astype(wide))
-    d_k = structure.scale * jnp.einsum("bnts,btnh->bsnh", d_x, q.astype(wide))
-    d_v = jnp.einsum("bnts,btnh->bsnh", p, d_out)
-    d_k, d_v = (x.reshape(*k.shape[:3], -1, k.shape[3]).sum(3) for x in (d_k, d_v))
-    gradients = [x.astype(q.dtype) for x in (d_q, d_k, d_v)]
+    _, pull_back = jax.vjp(lambda *args: _results(structure, *args, lengths)[0], q, k, v, bias)
+    *gradients, d_bias = pull_back(cotangents[0])
     if lengths is not None:
         gradients = [_unwritten_beyond(n, x) for n, x in zip((lengths[0], *2 * (lengths[1],)), gradients, strict=True)]
-    if bias is None:
-        return (*gradients, None, None)
-    summed = [axis for axis in (0, 1) if bias.shape[axis] == 1]
-    return (*gradients, jnp.sum(d_x, summed, keepdims=True).astype(bias.dtype), None)
+    return (*gradients, d_bias, None)
 
 
 _attend.defvjp(_forward, _reverse)
 
 
-def _weights(structure, q, k, bias, lengths):
-    """Weights `[B, N, T, S]` and logsumexp `[B, N, T]`."""
+def _results(structure, q, k, v, bias, lengths):
+    """The output and the logsumexp `[B, T, N]`."""
     wide = jnp.float32
     x = structure.scale * jnp.einsum("btnh,bsnh->bnts", q.astype(wide), _by_query_head(k, q).astype(wide))
     if bias is not None:
@@ -141,9 +112,11 @@ def _weights(structure, q, k, bias, lengths):
     if lengths is not None:
         x = jnp.where(s < lengths[1][:, None, None, None], x, -1e30)
     largest = jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), -1, keepdims=True)  # as the hardware's maximum does
-    exps = jnp.exp(x - largest)
+    exps = jnp.exp(x - jax.lax.stop_gradient(largest))
     total = exps.sum(-1, keepdims=True)
-    return exps / total, (largest + jnp.log(total))[..., 0]
+    p = (exps / total).astype(q.dtype)
+    out = jnp.einsum("bnts,bsnh->btnh", p, _by_query_head(v, q), preferred_element_type=wide)
+    return out.astype(q.dtype), jnp.moveaxis((largest + jnp.log(total))[..., 0], 1, 2)
 
 
 def _by_query_head(x, q):

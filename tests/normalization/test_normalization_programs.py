@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm and var as compiled programs: split arguments, memory, neighbours."""
+"""Norms and var as compiled programs: split arguments, memory, rows along several axes."""
 
 import functools
 
@@ -52,7 +52,7 @@ def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_sca
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-# In a program.
+# Memory.
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -94,3 +94,46 @@ def test_a_number_of_rows_that_no_block_divides_costs_no_copy(op):
     x, where = (jax.ShapeDtypeStruct((4099, 1000), dtype) for dtype in ("float32", bool))  # a prime number
     compiled = jax.jit(lambda x, where: op(x, where=where)).lower(x, where).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < x.size * 4 / 2
+
+
+# Rows along several neighbouring axes: of one axis where XLA has no library for CPUs.
+
+SHAPE = 3, 4, 5, 6
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=SHAPE).astype(np.float32)
+OPS = {
+    "layer norm": (functools.partial(masksafe.layer_norm, axis=(1, 2, 3), epsilon=1e-5), (1, 2, 3)),
+    "standardize, axes in another order": (functools.partial(masksafe.standardize, axis=(2, 0, 1)), (0, 1, 2)),
+    "standardize, axes apart": (functools.partial(masksafe.standardize, axis=(0, 2)), (0, 2)),
+    "batch norm": (lambda x, where: masksafe.batch_norm(x, where=where)[0], (0, 1, 2)),
+    "batch norm of channels on axis 0": (lambda x, where: masksafe.batch_norm(x, where=where, axis=0)[0], (1, 2, 3)),
+    "instance norm": (functools.partial(masksafe.group_norm, num_groups=6, epsilon=1e-5), (1, 2)),
+    "instance norm of channels on axis 1": (
+        functools.partial(masksafe.group_norm, num_groups=4, axis=1, epsilon=1e-5),
+        (2, 3),
+    ),
+}
+MASKS = [SHAPE, (1, 4, 1, 1), (3, 1, 5, 1), (3, 1, 1, 6), (3, 1, 1, 1), None]
+
+
+@pytest.mark.parametrize("has_library", [False, True])
+@pytest.mark.parametrize("name", OPS)
+def test_masks_that_repeat_along_some_of_the_axes(name, has_library, choose):
+    choose(has_kernel_library=has_library)
+    op, axes = OPS[name]
+    wheres = [None if shape is None else RNG.random(shape) < 0.7 for shape in MASKS]
+    actual = jax.jit(lambda x: [op(x, where=where) for where in wheres])(X)
+    for y, where in zip(actual, wheres, strict=True):
+        left = np.ma.array(X.astype(np.float64), mask=~np.broadcast_to(True if where is None else where, SHAPE))
+        deviations = left - left.mean(axes, keepdims=True)
+        expected = deviations / np.sqrt((deviations**2).mean(axes, keepdims=True) + 1e-5)
+        np.testing.assert_allclose(y, expected.filled(0), rtol=1e-5, atol=1e-5)
+
+
+def test_no_sum_goes_along_several_axes(choose):
+    """On a CPU it would take several times as long with some versions of XLA."""
+    choose(has_kernel_library=False)
+    step = jax.value_and_grad(lambda x, where: (masksafe.batch_norm(x, where=where)[0] ** 2 * X).sum())
+    text = jax.jit(step).lower(X, X > 0).as_text()
+    assert "across dimensions = [0]" in text
+    assert "across dimensions = [0, 1, 2]" not in text
