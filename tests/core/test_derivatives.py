@@ -1,6 +1,5 @@
 """forward_mode and the wrapper of reverse rules."""
 
-import threading
 import traceback
 
 import jax
@@ -30,31 +29,6 @@ def test_jvp_linearize_and_jacfwd_work_inside():
     for tangent in along:  # float32 has seven digits
         np.testing.assert_allclose(tangent, (gradient * LOGITS).sum(-1), rtol=1e-5)
     np.testing.assert_allclose(jacobian, np.eye(2)[:, :, None] * gradient, rtol=1e-5)
-
-
-def test_entering_and_leaving_retraces_jitted_functions():
-    jitted = jax.jit(loss)
-    jitted(LOGITS)
-    with masksafe.forward_mode():
-        assert jax.jvp(jitted, (LOGITS,), (LOGITS,))[1].shape == (2,)
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(jitted, (LOGITS,), (LOGITS,))
-
-
-def test_mode_belongs_to_its_thread():
-    failures = []
-
-    def differentiate():
-        try:
-            jax.jvp(loss, (LOGITS,), (LOGITS,))
-        except TypeError as error:
-            failures.append(error)
-
-    with masksafe.forward_mode():
-        thread = threading.Thread(target=differentiate)
-        thread.start()
-        thread.join()
-    assert failures
 
 
 def test_third_derivatives_agree_between_the_modes():
