@@ -105,10 +105,8 @@ def segment_max_or_constant(x):
 
 
 class Row(NamedTuple):
-    """A row of the page: how its first column starts, the formula there, its arguments, and which are masked."""
-
-    start: str
-    formula: object
+    start: str  # of the first column of a row of the page
+    formula: object  # which stands there
     arguments: dict
     masked: dict = {}  # noqa: RUF012
     constants: dict = {}  # noqa: RUF012
@@ -166,7 +164,7 @@ ROWS = {
     "mean of sequences": Row('the same with `"sequence-mean-token-mean"`', mean_of_sequences, *OF_LOSS),
     "mean of packed sequences": Row("the line above with `segment_ids=ids", mean_of_packed_sequences, *OF_PACKED),
     "class weights": Row(
-        "`F.cross_entropy(logits, labels, weight=w", weighted_like_torch, *OF_LOGITS, {"w": jnp.asarray(CLASS_WEIGHTS)}
+        "`F.cross_entropy(logits, labels, weight=w", weighted_like_torch, *OF_LOGITS, {"w": CLASS_WEIGHTS}
     ),
     "whitening": Row("`masked_whiten(x, mask)`", lambda x: masked_whiten(x, MASK), *OF_X),
     "categorical": Row(
@@ -178,10 +176,7 @@ ROWS = {
         "`rlax.policy_gradient_loss(", functools.partial(policy_gradient_loss, w=WEIGHTS["w"]), *WEIGHTED_STEPS, WEIGHTS
     ),
     "entropy": Row(
-        "`rlax.entropy_loss(",
-        lambda logits, a: -jnp.mean(entropy(logits) * MASK[0]),
-        *OF_STEPS,
-        {"w": 1.0 * MASK[0]},
+        "`rlax.entropy_loss(", lambda logits, a: -jnp.mean(entropy(logits) * MASK[0]), *OF_STEPS, {"w": 1.0 * MASK[0]}
     ),
     "segments": Row(SEGMENT_MAX, segment_max_or_constant, {"x": floats(5, 3)}),
     "segments of integers": Row(SEGMENT_MAX, segment_max_or_constant, {"x": TOKENS.T - 9}),

@@ -26,7 +26,7 @@ REFUSED = [
     (lambda: SOFT(LOGITS, LOGITS.astype("float8_e4m3fn")), TypeError, "labels: got dtype float8_e4m3fn"),
     (
         lambda: masksafe.softmax(LOGITS, where=LABELS == 0),
-        ValueError, r"where: got shape \(2,\); expected .* align it with the leading axes write where\[\.\.\., None\]\.",
+        ValueError, r"where: got shape \(2,\); expected .* with the leading axes write where\[\.\.\., None\]\.",
     ),
     (lambda: INTEGER(LOGITS, LABELS, axis=1.0), TypeError, "axis: got type float; expected an int or a tuple of ints"),
     (lambda: INTEGER(LOGITS, LABELS, axis=None), TypeError, "axis: got type NoneType; expected an int or a tuple"),
