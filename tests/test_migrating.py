@@ -164,7 +164,7 @@ ROWS = {
     "mean of sequences": Row('the same with `"sequence-mean-token-mean"`', mean_of_sequences, *OF_LOSS),
     "mean of packed sequences": Row("the line above with `segment_ids=ids", mean_of_packed_sequences, *OF_PACKED),
     "class weights": Row(
-        "`F.cross_entropy(logits, labels, weight=w", weighted_like_torch, *OF_LOGITS, {"w": CLASS_WEIGHTS}
+        "`F.cross_entropy(logits, labels, weight=w", weighted_like_torch, *OF_LOGITS, {"w": jnp.asarray(CLASS_WEIGHTS)}
     ),
     "whitening": Row("`masked_whiten(x, mask)`", lambda x: masked_whiten(x, MASK), *OF_X),
     "categorical": Row(
