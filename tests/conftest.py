@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for the tests of sharding, and the profile of the property tests."""
+"""Eight virtual CPU devices for the tests of sharding, which programs are optimised, and which tests run by default."""
 
 import contextlib
 import gc
@@ -16,7 +16,6 @@ if IS_FAST:
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes may share a GPU
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 
-import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from tiers import AS_OF_USERS, FEW  # noqa: E402
@@ -26,12 +25,6 @@ from masksafe._core import platforms  # noqa: E402
 # What JAX has traced is kept and makes up most objects: to search it for garbage as often as Python does is a fifth of
 # the time.
 gc.set_threshold(200_000, 20, 100)
-
-# An example compiles a program or two: its time says nothing, and random ones would make CI a lottery.
-timeless = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("masksafe", derandomize=True, max_examples=10, **timeless)
-hypothesis.settings.load_profile("masksafe")
-
 
 # Here programs are optimised, as those of users are, or what optimising them saves is tested. One way to call an op of
 # the contract, or to differentiate it twice, is compared with another without it, and so are ops that are computed like

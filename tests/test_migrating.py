@@ -105,10 +105,8 @@ def segment_max_or_constant(x):
 
 
 class Row(NamedTuple):
-    """A row of the page: how its first column starts, the formula there, its arguments, and which are masked."""
-
-    start: str
-    formula: object
+    start: str  # of the first column of a row of the page
+    formula: object  # which stands there
     arguments: dict
     masked: dict = {}  # noqa: RUF012
     constants: dict = {}  # noqa: RUF012
@@ -178,10 +176,7 @@ ROWS = {
         "`rlax.policy_gradient_loss(", functools.partial(policy_gradient_loss, w=WEIGHTS["w"]), *WEIGHTED_STEPS, WEIGHTS
     ),
     "entropy": Row(
-        "`rlax.entropy_loss(",
-        lambda logits, a: -jnp.mean(entropy(logits) * MASK[0]),
-        *OF_STEPS,
-        {"w": 1.0 * MASK[0]},
+        "`rlax.entropy_loss(", lambda logits, a: -jnp.mean(entropy(logits) * MASK[0]), *OF_STEPS, {"w": 1.0 * MASK[0]}
     ),
     "segments": Row(SEGMENT_MAX, segment_max_or_constant, {"x": floats(5, 3)}),
     "segments of integers": Row(SEGMENT_MAX, segment_max_or_constant, {"x": TOKENS.T - 9}),

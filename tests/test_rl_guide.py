@@ -33,10 +33,7 @@ def assert_agree(a, b):
 
 def assert_same_bits(guide, step, *trees):
     def padded(garbage):
-        def fill(x):
-            return jnp.where(jnp.expand_dims(guide["mask"], range(2, x.ndim)), x, garbage)
-
-        return jax.tree.map(fill, trees)
+        return jax.tree.map(lambda x: jnp.where(jnp.expand_dims(guide["mask"], range(2, x.ndim)), x, garbage), trees)
 
     expected, *others = (numbers(step(*padded(x))) for x in (0, jnp.nan, jnp.inf))
     assert all(jnp.array_equal(expected, x) for x in others)

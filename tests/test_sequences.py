@@ -26,8 +26,7 @@ def by_hand(tokens, ids, where, steps):
 
 
 def assert_same(results, expected):
-    for actual, array in zip(results, expected, strict=True):
-        np.testing.assert_array_equal(actual, array)
+    jax.tree.map(np.testing.assert_array_equal, tuple(results), tuple(map(np.array, expected)))
 
 
 @pytest.mark.parametrize("steps", [3, 1, T - 1, T, T + 5])

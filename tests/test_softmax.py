@@ -167,27 +167,22 @@ def test_bad_arguments_are_refused(name, x, options, error, text):
 # What jax.nn.logsumexp takes beyond that.
 
 FACTORS = np.array([1.0, -2.0, 0.0, 3.0, -1.0], np.float32)
-CALLS = (
-    {},  # all axes by default
-    {"axis": 0, "keepdims": True},
-    {"return_sign": True, "axis": (0, 2)},
-    {"b": FACTORS, "axis": -1},
-    {"b": FACTORS, "axis": (1, 2), "return_sign": True, "keepdims": True},
+CALLS = (  # axis, b, keepdims, return_sign, where
+    (),  # all axes by default
+    (0, None, True),
+    ((0, 2), None, False, True),
+    (-1, FACTORS),
+    ((1, 2), FACTORS, True, True, WHERE),
 )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "bfloat16", "int32"])
 def test_logsumexp_is_that_of_jax_nn(dtype):
-    both = jax.jit(lambda a: [[op(a, **call) for call in CALLS] for op in (masksafe.logsumexp, jax.nn.logsumexp)])
+    both = jax.jit(lambda a: [[op(a, *call) for call in CALLS] for op in (masksafe.logsumexp, jax.nn.logsumexp)])
     ours, theirs = both((3 * X).astype(jnp.dtype(dtype)))
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, theirs)
     ours, theirs = jax.tree.map(lambda a: np.asarray(a, np.complex64), (ours, theirs))
     chex.assert_trees_all_close(ours, theirs, rtol=2e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6)
-
-
-def test_logsumexp_has_the_order_of_arguments_of_jax_nn():
-    ours, theirs = (op(X, (1, 2), FACTORS, True, True, WHERE) for op in (masksafe.logsumexp, jax.nn.logsumexp))
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-5)
 
 
 ONLY_INFINITE = np.array([[-np.inf] * 4, [-np.inf, 0, 1, 2], [-np.inf, -np.inf, 2, 1]], np.float32)

@@ -15,7 +15,6 @@ from program import (
     each_kind,
     each_op,
     filled,
-    function_of_floats,
     program_of,
     reverse_over_reverse_of,
     value_and_gradients,
@@ -45,17 +44,12 @@ def beside_64_bits(key, args, dtype="bfloat16", **options):
 
 @each_op()
 def test_no_dtype_grows_beside_64_bits(key):
-    op, dtypes = OPS[key], {"f": jnp.dtype("bfloat16"), "i": np.dtype("int64")}
-
-    def of_ones(args):
-        of_floats, floats = function_of_floats(op, op.where, args)
-        outputs, pull_back = jax.vjp(of_floats, *floats)
-        return outputs, pull_back(jax.tree.map(jnp.ones_like, outputs))
-
     with strict_flags(), platforms.chosen(**PLANS["blocks"]):
-        outputs, gradients = jax.eval_shape(of_ones, [a.astype(dtypes.get(a.dtype.kind, a.dtype)) for a in op.args])
-    assert {g.dtype for g in gradients} == {dtypes["f"]}
-    assert key.startswith(OF_DEFAULT_FLOAT) or {out.dtype for out in outputs} <= {dtypes["f"], np.dtype("float32")}
+        given = beside_64_bits(key, OPS[key].args)
+        outputs, gradients = jax.eval_shape(functools.partial(value_and_gradients, key), *given)
+    assert {g.dtype for g in gradients} == {jnp.dtype("bfloat16")}
+    dtypes = {out.dtype for out in outputs}
+    assert key.startswith(OF_DEFAULT_FLOAT) or dtypes <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}
 
 
 @pytest.mark.forms

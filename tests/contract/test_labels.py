@@ -20,16 +20,17 @@ def with_label(key, label):
 
 @each_op(lambda op: op.classes)
 def test_a_bad_label_is_nan_in_its_own_row(key):
-    op, clean = OPS[key], run(key)
-    for label in (-1, -100, op.classes, 2**31 - 1, -(2**31)):
-        dirty = run(key, args=with_label(key, label))
-        if not op.has_rows:
-            assert np.isnan(dirty.outputs[0])
-            continue
-        assert np.isnan(dirty.outputs[0][0])
-        assert np.isnan(dirty.gradients[0][0]).any()
-        assert_same_bits(*([out[1:] for out in r.outputs] for r in (dirty, clean)))
-        assert_same_bits(*(r.gradients[0][1:] for r in (dirty, clean)))
+    assert_a_bad_label_is_nan(key, (-1, -100, OPS[key].classes, 2**31 - 1, -(2**31)))
+
+
+def assert_a_bad_label_is_nan(key, labels, assert_same=assert_same_bits, **options):
+    op, clean = OPS[key], run(key, **options)
+    for label in labels:
+        dirty = run(key, args=with_label(key, label), **options)
+        assert np.isnan(dirty.outputs[0][0] if op.has_rows else dirty.outputs[0])
+        if op.has_rows:
+            assert np.isnan(dirty.gradients[0][0]).any()
+            assert_same(*([*(out[1:] for out in r.outputs), r.gradients[0][1:]] for r in (dirty, clean)))
 
 
 @each_op(lambda op: op.classes and op.where.ndim > 1)

@@ -10,18 +10,28 @@ from table import OPS
 from masksafe.testing import nonfinite_report
 
 
+def elements_of_rows(op):
+    """Of each float that belongs to rows: its place among the floats, that among the arguments, and an element left."""
+    for k, i in enumerate(op.floats):
+        if op.kinds[i] in ("row", "of row"):
+            yield k, i, tuple(np.argwhere(~op.hides(op.where)[i])[0])
+
+
+def with_number(arrays, i, at, number):
+    """The arrays, in one of which a number stands in another's place."""
+    changed = np.array(arrays[i])
+    changed[at] = number
+    return (*arrays[:i], changed, *arrays[i + 1 :])
+
+
 @each_op(by_weights=True)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_bad_element_shows_in_its_row_and_in_no_other(key, bad):
     """An infinity shows where it does in the definition, not as a softmax's logit of -inf, say; in attention always."""
     op, clean = OPS[key], run(key)
-    for i in op.floats:
-        if op.kinds[i] not in ("row", "of row"):
-            continue
-        at = next(tuple(index) for index in np.argwhere(~op.hides(op.where)[i]))
-        args = list(op.args)
-        args[i] = np.array(args[i])
-        args[i][at] = bad
+    of_rows = [k for k, *_ in elements_of_rows(op)]
+    for _, i, at in elements_of_rows(op):
+        args = with_number(op.args, i, at, bad)
         dirty = run(key, args=args)
         rows = (
             [out[at[0]] if op.has_rows else out for out in r] for r in (dirty.outputs, of_definition(key, args=args))
@@ -31,7 +41,6 @@ def test_a_bad_element_shows_in_its_row_and_in_no_other(key, bad):
         assert shows == (is_expected or op.name == "dot_product_attention" or key.endswith("a masked class"))
         if op.has_rows:
             assert_same_bits(*([np.delete(out, at[0], 0) for out in r.outputs] for r in (dirty, clean)))
-            of_rows = [k for k, number in enumerate(op.floats) if op.kinds[number] in ("row", "of row")]
             assert_same_bits(*([np.delete(r.gradients[k], at[0], 0) for k in of_rows] for r in (dirty, clean)))
         # Nor in what is masked in its row, nor there in derivatives by what all rows share.
         masked, of_all = ~op.where[at[0]], [k for k, number in enumerate(op.floats) if op.kinds[number] == "along"]
@@ -45,18 +54,13 @@ def test_a_bad_element_shows_in_its_row_and_in_no_other(key, bad):
 def test_a_bad_tangent_shows_in_its_row_and_in_no_other(key):
     """In the tangents of the outputs, unless they do not depend on the element; and in those of the gradients."""
     op, clean = OPS[key], run(key)
-    for k, i in enumerate(op.floats):
-        if op.kinds[i] not in ("row", "of row"):
-            continue
-        at = next(tuple(index) for index in np.argwhere(~op.hides(op.where)[i]))
-        directions = [np.array(d) for d in directions_of(key)]
-        directions[k][at] = np.nan
-        dirty = run(key, directions=tuple(directions))
+    of_rows = [k for k, *_ in elements_of_rows(op)]
+    for k, _, at in elements_of_rows(op):
+        dirty = run(key, directions=with_number(directions_of(key), k, at, np.nan))
         rows = [out[at[0]] if op.has_rows else out for out in dirty.tangents]
         assert any(np.isnan(out).any() for out in rows) or clean.gradients[k][at] == 0
         if op.has_rows:
             assert_same_bits(*([np.delete(out, at[0], 0) for out in r.tangents] for r in (dirty, clean)))
-            of_rows = [n for n, number in enumerate(op.floats) if op.kinds[number] in ("row", "of row")]
             slopes = [[np.delete(r.forward_over_reverse[n], at[0], 0) for n in of_rows] for r in (dirty, clean)]
             assert_same_bits(*slopes)
 

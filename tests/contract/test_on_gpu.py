@@ -15,6 +15,7 @@ from program import (
     run,
 )
 from table import OPS
+from test_labels import assert_a_bad_label_is_nan
 from test_large_arrays import arguments, assert_a_nan_shows, is_possible, run_large
 
 pytestmark = pytest.mark.gpu
@@ -56,15 +57,8 @@ def test_nothing_left_is_nothing(key):
 
 @each_op(lambda op: op.classes)
 def test_a_bad_label_is_nan_in_its_own_row(key):
-    op, clean = OPS[key], run(key, plan=OWN_CHOICES, all_modes=True)
-    for label in (-1, op.classes, -(2**31)):
-        labels = np.array(op.args[-1])
-        labels[0] = label
-        (out, *_), (gradient, *_), *_ = run(key, args=(*op.args[:-1], labels), plan=OWN_CHOICES, all_modes=True)
-        assert np.isnan(out[0] if op.has_rows else out)
-        if op.has_rows:
-            assert np.isnan(gradient[0]).any()
-            assert_close((out[1:], gradient[1:]), (clean.outputs[0][1:], clean.gradients[0][1:]))
+    labels = -1, OPS[key].classes, -(2**31)
+    assert_a_bad_label_is_nan(key, labels, assert_close, plan=OWN_CHOICES, all_modes=True)
 
 
 @each_op(is_possible)

@@ -78,21 +78,16 @@ def test_the_flag_that_helps(install):
 
 
 def test_other_versions_have_no_trace_of_it(install):
-    def has_trace(version):
+    versions = {"0.10.1": False, "0.10.2": True, "0.11.0": True, "0.11.1": False, "0.12.0.1": False}
+    for version, has_trace in versions.items():
         install(version)
-        return "told_on_cpu" in str(jax.make_jaxpr(new_mean())(X))
-
-    versions = ["0.10.1", "0.10.2", "0.11.0", "0.11.1", "0.12.0.1"]
-    assert [has_trace(version) for version in versions] == [False, True, True, False, False]
+        assert ("told_on_cpu" in str(jax.make_jaxpr(new_mean())(X))) == has_trace, version
 
 
 def test_results_stay_as_they_are(install):
-    def step(x, labels):
-        return masksafe.losses.softmax_cross_entropy_with_integer_labels(x, labels, where=labels > 0).sum()
-
-    args = np.array([[1.0, 2.0], [0.0, 1.0]], np.float32), np.array([0, 1])
-    expected = jax.value_and_grad(step)(*args)
+    step = lambda: jax.value_and_grad(new_mean())(X)  # noqa: E731
+    expected = step()
     install("0.11.0")
     with pytest.warns(UserWarning, match="On CPUs"):
-        found = jax.value_and_grad(step)(*args)
+        found = step()
     jax.tree.map(np.testing.assert_array_equal, found, expected)

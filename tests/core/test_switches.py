@@ -1,20 +1,30 @@
 """The contexts of the switches, as objects."""
 
+import threading
+
+import jax
 import pytest
 
 import masksafe
 from masksafe._core.switches import label_check_mode, uses_plain_rules
 
+SWITCHES = {
+    "label_checks": (lambda: masksafe.label_checks("raise"), lambda: label_check_mode() == "raise"),
+    "forward_mode": (masksafe.forward_mode, uses_plain_rules),
+}
+each_switch = pytest.mark.parametrize(("context", "is_on"), SWITCHES.values(), ids=SWITCHES)
 
-@pytest.mark.parametrize(
-    ("context", "is_on"),
-    [
-        (lambda: masksafe.label_checks("raise"), lambda: label_check_mode() == "raise"),
-        (masksafe.forward_mode, uses_plain_rules),
-    ],
-    ids=["label_checks", "forward_mode"],
-)
-def test_a_switch_is_on_in_its_context_and_in_a_function_that_it_decorates(context, is_on):
+
+def in_another_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@each_switch
+def test_a_switch_is_on_in_its_context_and_in_a_function_that_it_decorates_but_in_no_other_thread(context, is_on):
     @context()
     def inside(depth):
         """Its docstring."""
@@ -24,6 +34,29 @@ def test_a_switch_is_on_in_its_context_and_in_a_function_that_it_decorates(conte
     assert not is_on()
     with context(), context():
         assert is_on()
+        assert not in_another_thread(is_on)
     assert inside(2)
     assert inside.__doc__ == "Its docstring."
     assert not is_on()
+
+
+@each_switch
+def test_a_jitted_function_is_traced_again_in_a_context_and_found_again_behind_it(context, is_on):
+    traces = []
+    step = jax.jit(lambda x: traces.append(is_on()) or x)
+    for _ in range(2):
+        step(0)
+        with context():
+            step(0)
+    assert traces == [False, True]
+
+
+def test_a_mode_is_set_for_all_threads():
+    try:
+        masksafe.set_label_checks("raise")
+        assert label_check_mode() == in_another_thread(label_check_mode) == "raise"
+        with masksafe.label_checks("off"):
+            assert label_check_mode() == "off"
+    finally:
+        masksafe.set_label_checks("off")
+    assert label_check_mode() == "off"

@@ -33,7 +33,7 @@ ENTRY %main (x: f32[4], ids: s32[8,1], y: f32[8]) -> f32[4] {
 }
 """
 X = jax.ShapeDtypeStruct((256,), "float32")
-WORK = measure.Work({"masksafe": jnp.square, "optax": lambda x: x * x + 1, "torch": None}, (jnp.ones(256),))
+WORK = measure.Work({"masksafe": jnp.square, "optax": lambda x: x * x + 1, "torch": None}, (np.ones(256, np.float32),))
 CASE = measure.Case("power", "none", "float32", "large", "256", lambda: WORK)
 EACH = [(what, name) for what in PASSES for name in ("masksafe", "optax")]
 
@@ -95,9 +95,8 @@ def test_programs_can_be_kept(tmp_path, monkeypatch):
 
 def test_what_is_missing_is_told(monkeypatch):
     monkeypatch.setitem(TARGETS, "h100", TARGETS["h100"]._replace(module="nothing_of_this_name"))
-    with pytest.raises(
-        SystemExit, match=r'h100: nothing_of_this_name is not installed: pip install "\.\[gpu-compile\]"'
-    ):
+    text = r'h100: nothing_of_this_name is not installed: pip install "\.\[gpu-compile\]"'
+    with pytest.raises(SystemExit, match=text):
         compiled.main([])
 
 

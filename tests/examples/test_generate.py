@@ -4,13 +4,7 @@ import jax
 import language_model
 import numpy as np
 import pytest
-from generate import (
-    Generator,
-    empty_cache,
-    generate,
-    generate_without_cache,
-    prefill,
-)
+from generate import Generator, empty_cache, generate, generate_without_cache, prefill
 
 CONFIG = language_model.Config(vocabulary=300, length=64, width=16, heads=2, layers=2)
 PROMPTS = [[5, 9, 200, 31, 8, 77, 120], [42], [11, 250, 3], [7] * 12, [90, 91, 92, 93, 94]]
@@ -67,17 +61,12 @@ def test_prompts_in_chunks_of_any_size(trainer, expected, chunk):
 
 
 @pytest.mark.slow
-def test_a_window_with_a_rotating_cache(trainer):
+def test_a_window_with_a_rotating_cache(trainer, expected):
     """Of as many places as the window, and a chunk, need; against one in which nothing is written twice."""
-    window = 5
-    texts = [
-        tokens_of(generate(generator_of(trainer, window), empty_cache(CONFIG, 2, places), PROMPTS, MOST, CHUNK)[0])
-        for places in (window + CHUNK - 1, 40)
-    ]
-    assert texts[0] == texts[1]
 
+    def texts(window, places):
+        found, _ = generate(generator_of(trainer, window), empty_cache(CONFIG, 2, places), PROMPTS, MOST, CHUNK)
+        return tokens_of(found)
 
-@pytest.mark.slow
-def test_the_window_matters(trainer, expected):
-    narrow, _ = generate(generator_of(trainer, 2), empty_cache(CONFIG, 2, 40), PROMPTS, MOST, CHUNK)
-    assert tokens_of(narrow) != expected
+    assert texts(5, 5 + CHUNK - 1) == texts(5, 40)
+    assert texts(2, 40) != expected  # the window matters

@@ -1,7 +1,6 @@
 r"""The notebook of the guides: its cells run in order, and print what its committed outputs say.
 
-They run in a namespace of their own, without Jupyter: the notebook has no magic commands, and shows nothing but what it
-prints and draws. To write its outputs anew, after `pip install nbconvert ipykernel`:
+They run without Jupyter. To write its outputs anew, after `pip install nbconvert ipykernel`:
 
     python -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
         docs/guides/padded_classifier.ipynb
@@ -9,6 +8,7 @@ prints and draws. To write its outputs anew, after `pip install nbconvert ipyker
 
 import contextlib
 import io
+import itertools
 import json
 import re
 from pathlib import Path
@@ -26,14 +26,6 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d+(?![\w.])")  # of the counts and names
 @pytest.fixture(scope="module")
 def cells():
     return [cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
-
-
-def committed_text(cell):
-    return "".join("".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream")
-
-
-def committed_pictures(cell):
-    return sum(output["output_type"] == "display_data" for output in cell["outputs"])
 
 
 def run(cell, namespace):
@@ -59,8 +51,9 @@ def test_the_notebook_prints_what_its_outputs_say(cells, monkeypatch):
     namespace = {"__name__": "__main__"}
     for cell in cells:
         printed, pictures = run(cell, namespace)
-        assert_same_text(printed, committed_text(cell))
-        assert pictures == committed_pictures(cell)
+        texts = [output["text"] for output in cell["outputs"] if output["output_type"] == "stream"]
+        assert_same_text(printed, "".join(itertools.chain(*texts)))
+        assert pictures == sum(output["output_type"] == "display_data" for output in cell["outputs"])
 
 
 def test_the_committed_outputs_are_of_one_run_from_top_to_bottom(cells):

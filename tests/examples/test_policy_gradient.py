@@ -69,14 +69,9 @@ def test_names_have_different_lengths_and_one_padded_batch(trainer, batch):
     assert 0 in lengths
     assert len(set(lengths)) > 2
     assert (np.diff(batch.mask, axis=1) <= 0).all()  # the padding is behind
-    assert (np.asarray(batch.old_log_probs) == np.asarray(batch.ref_log_probs)).all()
-
-
-@pytest.mark.slow
-def test_a_batch_is_finished_when_it_is_drawn(trainer):
-    """No call still reads its arrays, nor computes one of them."""
-    batch = trainer.draw(trainer.start, np.random.default_rng(1))
-    assert {type(x) for x in batch} == {np.ndarray}
+    np.testing.assert_array_equal(batch.old_log_probs, batch.ref_log_probs)
+    drawn = trainer.draw(trainer.start, np.random.default_rng(1))
+    assert {type(x) for x in drawn} == {np.ndarray}  # it is finished: no call computes or reads one of them
 
 
 def gradients(loss, inputs, config=CONFIG):
@@ -115,23 +110,15 @@ def test_groups_of_equal_rewards_and_without_any_have_no_part(inputs):
     assert not any(np.any(gradient) for gradient in found)
 
 
-@pytest.fixture
-def more_garbage(monkeypatch):
-    monkeypatch.setattr(rewards, "BAD_SHARE", 0.1)
-
-
 @pytest.mark.slow
-def test_reward_rises_with_garbage_as_without(trainer, more_garbage):
-    clean, garbage = (trainer.run(f"masksafe, {padding}", Console(quiet=True)) for padding in ("clean", "garbage"))
+def test_reward_rises_with_garbage_as_without_and_the_usual_formula_ends_at_the_first_nan(trainer, monkeypatch):
+    monkeypatch.setattr(rewards, "BAD_SHARE", 0.1)
+    names_of_runs = "masksafe, clean", "masksafe, garbage", "usual formula, garbage"
+    clean, garbage, usual = (trainer.run(name, Console(quiet=True)) for name in names_of_runs)
     assert np.mean(clean.rewards[-5:]) > np.mean(clean.rewards[:5]) + 0.1
     assert shared.same_bits(clean[:2], garbage[:2])
-
-
-@pytest.mark.slow
-def test_the_usual_formula_ends_at_the_first_nan(trainer, more_garbage):
-    record = trainer.run("usual formula, garbage", Console(quiet=True))
-    assert record.has_ended
-    assert len(record.rewards) == 1
+    assert usual.has_ended
+    assert len(usual.rewards) == 1
 
 
 @pytest.mark.slow

@@ -72,7 +72,9 @@ def flags(flag: bool) -> None:
     assert_type(losses.log_probs(X, LABELS), jax.Array)
     assert_type(losses.log_probs(X, LABELS, with_entropy=True), Pair)
     assert_type(losses.log_probs(X, LABELS, with_entropy=flag), jax.Array | Pair)
+    assert_type(losses.log_probs(X, LABELS, with_entropy=False), jax.Array)
     assert_type(losses.linear_log_probs(X, KERNEL, LABELS, with_entropy=True), Pair)
+    assert_type(losses.linear_log_probs(X, KERNEL, LABELS, with_entropy=flag), jax.Array | Pair)
     assert_type(losses.linear_softmax_cross_entropy(X, KERNEL, LABELS, with_components=True), Pair)
     assert_type(losses.linear_softmax_cross_entropy(X, KERNEL, LABELS, with_components=flag), jax.Array | Pair)
     assert_type(losses.linear_softmax_cross_entropy(X, KERNEL, LABELS, with_predictions=True), tuple[jax.Array, ...])
@@ -91,7 +93,7 @@ def plain_loss(params: jax.Array) -> jax.Array:
     return params.sum()
 
 
-def means() -> None:
+def means(flag: bool) -> None:
     """A mean of parts, and its gradient, which has the parameters of its function."""
     parts = [MaskedMean.of(X), MaskedMean.of(X, where=KEEP[:, None])]
     assert_type(MaskedMean.sum(parts), MaskedMean)
@@ -108,6 +110,7 @@ def means() -> None:
     step(X, X)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     with_name = masksafe.value_and_grad_of_mean(mean_loss_and_name, has_aux=True)
     assert_type(with_name(X, X)[0], tuple[jax.Array, str])
+    assert_type(masksafe.value_and_grad_of_mean(mean_loss_and_name, 0, flag)(X, X), tuple[Any, Any])
     masksafe.value_and_grad_of_mean(mean_loss, chunks=2)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
 
 
