@@ -122,7 +122,9 @@ _PROBABILITY = Check("labels", lambda t: (t >= 0) & (t <= 1), "outside [0, 1]")
 
 
 def _read_operands(op: str, logits: ArrayLike, labels: ArrayLike) -> dict[str, Array]:
-    return {"logits": as_float_array(op, "logits", logits), "labels": as_real_array(op, "labels", labels)}
+    logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
+    is_float = jnp.issubdtype(labels.dtype, jnp.floating)
+    return {"logits": logits, "labels": labels if is_float else labels.astype(logits.dtype)}
 
 
 def _binary_cross_entropy(logits: Array, labels: Array) -> Array:

@@ -360,7 +360,7 @@ def test_unusual_labels(name, mode):
     assert "3 of 3 labels are outside [0, 0)" in text if name == "no classes" else text is None
 
 
-one_hot = functools.partial(jax.nn.one_hot, num_classes=CLASSES)
+one_hot = functools.partial(jax.nn.one_hot, num_classes=CLASSES, dtype=jnp.float32)
 STRICT = {
     "integers": lambda labels: integer_loss(LOGITS, labels, where=jnp.arange(CLASSES)[None, None] != 4),
     "rows": lambda labels: integer_loss(LOGITS, labels, where=labels > 0),
@@ -373,11 +373,14 @@ STRICT = {
 @pytest.mark.parametrize("mode", ["raise", "checkify"])
 @pytest.mark.parametrize("loss", STRICT)
 def test_checks_promote_nothing(loss, mode):
-    labels = jnp.minimum(GOOD, 3)
     through = (lambda fn: fn) if mode == "raise" else checkify.checkify
-    with masksafe.label_checks(mode), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        jax.make_jaxpr(through(STRICT[loss]))(labels)
-        jax.make_jaxpr(through(jax.vmap(STRICT[loss])))(labels[None])
+    strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+    with masksafe.label_checks(mode), strict[0], strict[1]:
+        for is_wide in (False, True):
+            with jax.enable_x64(is_wide):
+                labels = np.minimum(GOOD, 3).astype(np.int64 if is_wide else np.int32)
+                jax.make_jaxpr(through(STRICT[loss]))(labels)
+                jax.make_jaxpr(through(jax.vmap(STRICT[loss])))(labels[None])
 
 
 def predictions(probabilities, labels):
