@@ -80,5 +80,5 @@ def test_no_more_memory_than_in_a_shard_map():
         programs = [jax.jit(jax.grad(total(f))).lower(*args).compile() for f in (fn, by_hand)]
     ours, theirs = (program.memory_analysis().temp_size_in_bytes for program in programs)
     assert ours <= 1.1 * theirs
-    assert ours < 2048 * 4096
+    assert ours < 1.01 * 2048 * 4096  # bytes of a device's logits
     assert "all-" not in programs[0].as_text().replace("all-reduce-promotion", "")

@@ -144,7 +144,8 @@ def _target_forward(
         x, t, where = inputs.rows(axes)
         loss = selected(formula.textbook_loss(widened(x), widened(t)), where)
         again = lambda: by_rows(*platforms.unfused((inputs, formula)))  # noqa: E731
-        return tiles.once_if(unfolded.any_of(~jnp.isfinite(loss)), lambda _: again()[0], loss), again()[1]
+        repaired = lambda loss: jnp.where(jnp.isfinite(loss), loss, again()[0])  # noqa: E731, other rows keep their bits
+        return tiles.once_if(unfolded.any_of(~jnp.isfinite(loss)), repaired, loss), again()[1]
 
     loss, residuals = _by_kernels(axes, fewest, in_one_kernel, by_rows, inputs, formula)
     return (loss.squeeze(-1),), residuals
