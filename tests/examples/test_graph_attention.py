@@ -25,16 +25,6 @@ def test_batches_are_full_of_graphs_of_different_sizes(batches):
     assert (batches[0].graph_of_node < maps.GRAPHS).sum() > 0.8 * maps.NODES
 
 
-def test_padding_is_filled_and_nothing_else(batches):
-    batch, generator = batches[0], np.random.default_rng(0)
-    filled = maps.fill(batch, maps.GARBAGE, generator)
-    is_node, is_edge = batch.graph_of_node < maps.GRAPHS, batch.graph_of_edge < maps.GRAPHS
-    np.testing.assert_array_equal(filled.power[is_node], batch.power[is_node])
-    np.testing.assert_array_equal(filled.receivers[is_edge], batch.receivers[is_edge])
-    assert np.isnan(filled.power[~is_node]).any()
-    assert not ((filled.receivers[~is_edge] >= 0) & (filled.receivers[~is_edge] < maps.NODES)).any()
-
-
 @pytest.mark.forms
 def test_garbage_changes_no_bit_of_a_training_that_learns(batches):
     clean, garbage = (example.train(name, batches, QUIET) for name in (example.CLEAN, example.POLLUTED))

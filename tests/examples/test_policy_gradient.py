@@ -49,13 +49,9 @@ def inputs(trainer, batch):
     ("docstring", "name", "expected"),
     [
         ("Set the value.", "set_value", 1.0),
-        ("Set the value.", "_set_x", 1.0),
         ("Return it.", "ret_it", 0.5),
         ("Return it.", "returned_it", 0.75),
-        ("Set the value.", "set", 0.0),
-        ("Set the value.", "set_va~ue", 0.0),
         ("Set the value.", "value_set", 0.0),
-        ("Set the value.", "__", 0.0),
         ("Set the value.", None, 0.0),
     ],
 )
