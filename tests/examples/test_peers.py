@@ -54,6 +54,7 @@ zero_with_a_gradient.defvjp(lambda x: (jnp.zeros_like(x), None), lambda _, d_zer
         (SUM, lambda x, where: 1.01 * masksafe.sum(x, -1, where), Verdict.WRONG),
         (SUM, lambda x, where: jnp.where(where, jnp.sqrt(jnp.abs(x)), 0).sum(-1), Verdict.NAN),
         (SUM, lambda x, where: jnp.sum(jnp.nan_to_num(x, posinf=9, neginf=7), -1), Verdict.LEAKS),
+        (SUM, lambda x, where: jnp.where(where, x, jnp.isinf(x)).sum(-1), Verdict.LEAKS),
         (SUM, lambda x, where: jnp.where(where, x, x < -1e4).sum(-1), Verdict.LEAKS),
         (SUM, lambda x, where: jnp.where(where, x, zero_with_a_gradient(x)).sum(-1), Verdict.LEAKS),
         (SUM, lambda x: x, Verdict.REFUSED),
