@@ -22,14 +22,15 @@ X = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], np.float32)
 def two_devices(monkeypatch):
     devices = jax.devices()[:2]  # of one kind
     monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
+    monkeypatch.setitem(sys.modules, "own_cases", sys.modules[__name__])  # where a user's functions are
 
 
-def cross_entropy(logits, labels, where):
-    return masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, labels, where=where)
+CROSS_ENTROPY = "softmax_cross_entropy_with_integer_labels"
+cross_entropy = getattr(masksafe.losses, CROSS_ENTROPY)
 
 
-def infinite_where_masked(labels, alpha, where):
-    return jnp.where(where, masksafe.losses.smooth_labels(labels, alpha, where=where), jnp.inf)
+def with_labels_that_wrap(logits, labels, where):
+    return cross_entropy(logits, labels % CLASSES, where=where)
 
 
 @pytest.mark.parametrize(
@@ -38,14 +39,9 @@ def infinite_where_masked(labels, alpha, where):
         ("smooth_labels", lambda labels, alpha, where: labels, "leaks", "A masked element is not gone"),
         ("smooth_labels", lambda labels, where: labels, "refused", "TypeError: "),
         ("smooth_labels", lambda labels, alpha, where: jnp.where(where, jnp.nan, 0), "wrong", "NaN: got"),
-        ("smooth_labels", infinite_where_masked, "wrong", "with everything masked: got"),
-        (
-            "softmax_cross_entropy_with_integer_labels",
-            lambda logits, labels, where: cross_entropy(logits, labels % CLASSES, where),
-            "wrong",
-            "NaN for label -1 of 5 classes: got",
-        ),
-        ("softmax_cross_entropy_with_integer_labels", cross_entropy, "right", ""),
+        ("smooth_labels", lambda labels, alpha, where: where.all() - 1.0, "wrong", "with everything masked: got"),
+        (CROSS_ENTROPY, with_labels_that_wrap, "wrong", "NaN for label -1 of 5 classes: got"),
+        (CROSS_ENTROPY, cross_entropy, "right", ""),
     ],
 )
 def test_verdicts(op, fn, expected, finding, monkeypatch):
@@ -71,12 +67,9 @@ def test_report_of_masksafe_alone(capsys, tmp_path):
     assert main(["--only", "smooth_lab,nothing_else", "--json", str(tmp_path / "report.json")]) == 0
     out, progress = capsys.readouterr()
     assert not progress  # which is for a terminal
-    assert "smooth_labels" in out
-    assert "jaxlib" in out
     assert "keeps its contract" in out
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["keeps_contract"] is True
-    assert report["versions"]["jax"]
     assert report["cases"] == [{"op": "smooth_labels", "verdicts": {str(jax.devices()[0]): "right"}}]
     assert not report["findings"]
 
@@ -109,8 +102,7 @@ def mean_by_products():
 @pytest.mark.parametrize(
     ("case", "status", "verdict"), [("mean_by_products", 1, "leaks"), ("mean_of_rows", 0, "right")]
 )
-def test_a_function_of_the_user_gets_a_verdict(case, status, verdict, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "own_cases", sys.modules[__name__])
+def test_a_function_of_the_user_gets_a_verdict(case, status, verdict, capsys):
     assert main([f"own_cases:{case}"]) == status
     captured = capsys.readouterr()
     assert re.search(f"influence nothing +{verdict}", captured.out)
@@ -133,7 +125,6 @@ def test_what_is_no_function_of_the_user_is_refused(case, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_an_error_of_the_user_s_own_is_raised(monkeypatch):
-    monkeypatch.setitem(sys.modules, "own_cases", sys.modules[__name__])
+def test_an_error_of_the_user_s_own_is_raised():
     with pytest.raises(TypeError, match="positional argument"):
         main(["own_cases:cross_entropy"])

@@ -25,32 +25,6 @@ def test_batches_are_full_of_graphs_of_different_sizes(batches):
     assert (batches[0].graph_of_node < maps.GRAPHS).sum() > 0.8 * maps.NODES
 
 
-def test_edges_stay_within_their_graph(batches):
-    batch, is_edge = batches[0], batches[0].graph_of_edge < maps.GRAPHS
-    for ends in (batch.senders, batch.receivers):
-        np.testing.assert_array_equal(batch.graph_of_node[ends[is_edge]], batch.graph_of_edge[is_edge])
-
-
-def test_share_is_that_of_the_strongest_neighbours():
-    graph = maps.draw_graph(np.random.default_rng(1))
-    heard = []
-    for town in range(len(graph.power)):
-        links = np.flatnonzero(graph.receivers == town)
-        signals = graph.power[graph.senders[links]] - maps.ATTENUATION * np.log(graph.distance[links])
-        heard.append(graph.station[graph.senders[links[signals.argmax()]]])
-    assert graph.share == np.mean(heard)
-
-
-def test_padding_is_filled_and_nothing_else(batches):
-    batch, generator = batches[0], np.random.default_rng(0)
-    filled = maps.fill(batch, maps.GARBAGE, generator)
-    is_node, is_edge = batch.graph_of_node < maps.GRAPHS, batch.graph_of_edge < maps.GRAPHS
-    np.testing.assert_array_equal(filled.power[is_node], batch.power[is_node])
-    np.testing.assert_array_equal(filled.receivers[is_edge], batch.receivers[is_edge])
-    assert np.isnan(filled.power[~is_node]).any()
-    assert not ((filled.receivers[~is_edge] >= 0) & (filled.receivers[~is_edge] < maps.NODES)).any()
-
-
 @pytest.mark.forms
 def test_garbage_changes_no_bit_of_a_training_that_learns(batches):
     clean, garbage = (example.train(name, batches, QUIET) for name in (example.CLEAN, example.POLLUTED))

@@ -11,17 +11,7 @@ from flax import nnx
 from jax.experimental import checkify
 
 CONFIG = packed_documents.Config(length=32, width=16, heads=2, layers=1, steps=4)
-DOCUMENTS = [
-    b"def f(x):",
-    b"    return x",
-    b"class A:",
-    b"pass" * 20,
-    b"y = 1",
-    b"a",
-    b"z = 3",
-    b"from a import *",
-    b"b" * 30,
-]
+DOCUMENTS = [bytes([97 + i]) * length for i, length in enumerate((10, 12, 8, 80, 5, 1, 5, 15, 30))]
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +34,6 @@ def test_packed_rows_hold_every_document(data):
             found.append(bytes(tokens[here].astype(np.uint8)))
             np.testing.assert_array_equal(positions[here], np.arange(here.sum()))
     assert found == [document[: CONFIG.length] for document in DOCUMENTS * 4]
-
-
-def test_the_documents_are_those_of_the_standard_library():
-    documents = packed_documents.read_documents()
-    assert sum(document.startswith((b"def ", b"class ")) for document in documents) > 500
 
 
 @pytest.fixture(scope="module")

@@ -49,13 +49,9 @@ def inputs(trainer, batch):
     ("docstring", "name", "expected"),
     [
         ("Set the value.", "set_value", 1.0),
-        ("Set the value.", "_set_x", 1.0),
         ("Return it.", "ret_it", 0.5),
         ("Return it.", "returned_it", 0.75),
-        ("Set the value.", "set", 0.0),
-        ("Set the value.", "set_va~ue", 0.0),
         ("Set the value.", "value_set", 0.0),
-        ("Set the value.", "__", 0.0),
         ("Set the value.", None, 0.0),
     ],
 )
@@ -119,20 +115,6 @@ def test_reward_rises_with_garbage_as_without_and_the_usual_formula_ends_at_the_
     assert shared.same_bits(clean[:2], garbage[:2])
     assert usual.has_ended
     assert len(usual.rewards) == 1
-
-
-@pytest.mark.slow
-def test_the_sampler_has_the_distribution_of_the_model(trainer):
-    """The first two characters of many names, drawn from a cache of NaN, against the full forward pass."""
-    tokens = np.repeat(trainer.prompts.tokens[:1], 20_000, axis=0)
-    drawn = np.asarray(trainer.names(trainer.start, tokens, jax.random.key(0)))
-    inputs = np.array([[names.START, drawn[0, 0], *[names.PAD] * (MODEL.name_length - 2)]])
-    logits = names.features_of(trainer.start, tokens[:1], inputs, MODEL.heads) @ trainer.start["logits"]
-    expected = jax.nn.softmax(logits / CONFIG.temperature)[0, :2]
-    second = drawn[drawn[:, 0] == drawn[0, 0], 1]
-    for characters, probabilities in zip((drawn[:, 0], second), expected, strict=True):
-        found = np.bincount(characters, minlength=names.CHARACTERS) / len(characters)
-        np.testing.assert_allclose(found, probabilities, atol=5 * (0.25 / len(characters)) ** 0.5)
 
 
 def test_picture(tmp_path):

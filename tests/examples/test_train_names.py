@@ -1,14 +1,10 @@
 """The training example: the swap of the loss changes nothing but the failures."""
 
-import json
-import os
-
 import chex
 import jax
 import names
 import numpy as np
 import pytest
-import shared
 import train_names
 from rich.console import Console
 
@@ -27,36 +23,22 @@ def data():
     return names.tokenise(FUNCTIONS, names.count_words(FUNCTIONS), CONFIG)
 
 
-def train(data, config=CONFIG):
-    return train_names.train(data, data, config, Console(quiet=True))
-
-
-@pytest.fixture(scope="module")
-def params():
-    shapes = jax.eval_shape(lambda: names.init_params(CONFIG))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: (0.2 * rng.normal(size=x.shape)).astype(x.dtype), shapes)
-
-
-@pytest.fixture(scope="module")
-def history(data):
-    return train(data)
-
-
 def test_names_survive_tokenisation(data):
     assert [names.read(row) for row in data.labels[:5]] == [name for _, name in FUNCTIONS[:5]]
     assert (data.docstrings[1] == names.PAD).all()
 
 
 @pytest.mark.slow
-def test_it_learns(history):
+def test_it_learns(data):
+    history = train_names.train(data, data, CONFIG, Console(quiet=True))
     assert history.scores[-1][1] < 0.9 * history.scores[0][1]
 
 
 @pytest.mark.slow
-def test_the_model_ignores_the_padding_of_its_batch(params, data):
+def test_the_model_ignores_the_padding_of_its_batch(data):
     """Whatever tokens stand behind the end of a name, its loss and gradients stay the same."""
-    is_padding = data.labels == names.IGNORED
+    shapes, rng = jax.eval_shape(lambda: names.init_params(CONFIG)), np.random.default_rng(0)
+    params = jax.tree.map(lambda x: (0.2 * rng.normal(size=x.shape)).astype(x.dtype), shapes)
 
     @jax.jit
     def gradient(inputs):
@@ -65,13 +47,5 @@ def test_the_model_ignores_the_padding_of_its_batch(params, data):
 
         return jax.value_and_grad(loss)(params)
 
-    clean = gradient(data.inputs)
-    other = gradient(np.where(is_padding, 17, data.inputs))
-    chex.assert_trees_all_equal(other, clean)
-
-
-def test_functions_are_read_from_the_standard_library(monkeypatch):
-    monkeypatch.setattr(shared.sysconfig, "get_paths", lambda: {"stdlib": os.path.dirname(json.__file__)})
-    functions = {name: docstring for docstring, name in names.read_functions()}
-    assert functions["loads"].startswith("Deserialize ``s``")
-    assert "" in functions.values()
+    changed = np.where(data.labels == names.IGNORED, 17, data.inputs)
+    chex.assert_trees_all_equal(gradient(changed), gradient(data.inputs))

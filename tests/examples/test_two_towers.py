@@ -12,13 +12,6 @@ import two_towers as example
 from rich.console import Console
 
 QUIET = Console(quiet=True)
-FUNCTIONS = [
-    ("Return the name of a file.", "fileName"),
-    ("Close the file.", "close"),
-    ("Close the socket.", "close"),
-    ("Internal function.", "bind_all"),
-    ("Internal function.", "unbind"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -31,38 +24,10 @@ def data():
     return tuple(pairs.rows(part) for part in bags.hold_out(pairs, 40, np.random.default_rng(0)))
 
 
-def batch_of(data, padding, seed=0):
-    return bags.make_batch(data[0], np.arange(100), padding, np.random.default_rng(seed))
-
-
-def test_functions_are_alike_by_their_name_or_their_docstring():
-    ids = bags.number_alike(FUNCTIONS)
-    expected = np.array([0, 1, 1, 2, 2])
-    np.testing.assert_array_equal(ids[:, None] == ids, expected[:, None] == expected)
-
-
 def test_nothing_like_the_functions_to_find_is_trained_on(data):
     for_training, for_tests = data
     assert not np.isin(for_training.ids, for_tests.ids).any()
     assert len(set(for_tests.ids)) == len(for_tests.ids) == 40
-
-
-def test_batches_have_each_function_once_in_an_epoch(data):
-    batches = list(bags.draw_batches(data[0], 1, np.random.default_rng(0)))
-    np.testing.assert_array_equal(np.sort(np.concatenate(batches)), np.arange(len(data[0].ids)))
-    assert all(bags.ROWS // 4 <= len(batch) <= bags.ROWS for batch in batches[:-1])
-
-
-def test_padding_is_filled_and_nothing_else(data):
-    clean, filled = batch_of(data, bags.ZEROS).pairs.names, batch_of(data, bags.GARBAGE).pairs.names
-    is_real = np.arange(bags.NAME) < clean.lengths[:, None]
-    np.testing.assert_array_equal(clean.weights > 0, is_real)
-    np.testing.assert_array_equal(filled.weights[is_real], clean.weights[is_real])
-    np.testing.assert_array_equal(filled.features[is_real], clean.features[is_real])
-    assert np.isnan(filled.weights[~is_real]).any()
-    assert not ((filled.features[~is_real] >= 0) & (filled.features[~is_real] < bags.FEATURES)).any()
-    repeated = batch_of(data, bags.LAST_ROW).pairs.names
-    np.testing.assert_array_equal(repeated.weights[99:], np.tile(clean.weights[99], (bags.ROWS - 99, 1)))
 
 
 @pytest.mark.slow

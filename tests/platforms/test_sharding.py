@@ -166,13 +166,7 @@ def sum_of_losses(logits, labels, axis_name):
     [
         pytest.param(INTEGER, pair(COLUMNS), P(None), 4, id="integer, value"),
         pytest.param(jax.value_and_grad(sum_of_losses), pair(COLUMNS), (P(), COLUMNS), 5, id="integer"),
-        pytest.param(
-            linear_gradient,
-            linear(P(None), COLUMNS),
-            (P(), (P(None, None), COLUMNS)),
-            7,
-            id="linear",
-        ),
+        pytest.param(linear_gradient, linear(P(None), COLUMNS), (P(), (P(None, None), COLUMNS)), 7, id="linear"),
     ],
 )
 def test_in_shard_map_only_what_is_needed_is_exchanged(target, fn, args, out, all_reduces):

@@ -4,22 +4,13 @@ The compiler tells bytes and temporaries, of kernels what they read and write. T
 interpretation, by `tests/attention/test_attention_splash.py`.
 """
 
-import os
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
-from programs import TARGETS, devices
+from programs import devices
 
 import masksafe
-
-V5E = TARGETS["v5e"]
-if not V5E.is_installed:
-    pytest.skip(f"{V5E.module} is not installed: {V5E.install}", allow_module_level=True)
-
-# No question to a server of the cloud; and several processes may compile.
-os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 B, T, N, H = 2, 4096, 8, 128
 
@@ -40,8 +31,8 @@ def ours(q, k, v):
     return masksafe.dot_product_attention(q, k, v, is_causal=True, implementation="splash")
 
 
-def compiled(fn, *shapes):
-    program = jax.jit(fn, in_shardings=jax.sharding.SingleDeviceSharding(devices("v5e")[0])).lower(*shapes).compile()
+def compiled(target, fn, *shapes):
+    program = jax.jit(fn, in_shardings=jax.sharding.SingleDeviceSharding(devices(target)[0])).lower(*shapes).compile()
     return program.cost_analysis()["bytes accessed"], program.memory_analysis().temp_size_in_bytes, program.as_text()
 
 
@@ -58,11 +49,11 @@ AIMS = {"value": (lambda fn: fn, 1, 1.1, 1.0), "both": (with_gradients, 3, 1.15,
 
 
 @pytest.mark.parametrize("what", AIMS)
-def test_against_the_bare_kernel(what):
+def test_against_the_bare_kernel(v5e, what):
     program_of, kernels, moved, temporaries = AIMS[what]
     shapes = [jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)] * (3 if what == "value" else 4)
     (own, own_temporaries, text), (peer, peer_temporaries, _) = (
-        compiled(program_of(fn), *shapes) for fn in (ours, bare)
+        compiled(v5e, program_of(fn), *shapes) for fn in (ours, bare)
     )
     assert text.count('custom_call_target="tpu_custom_call"') == kernels
     assert own / peer < moved
