@@ -195,9 +195,8 @@ def test_sharded_arrays_are_split_where_their_axes_divide():
         jax.debug.inspect_array_sharding(arrays[0], callback=shardings.append)
         return {"": arrays[0]}
 
-    ways = dict(MODES["sharded"].run(look, arrays))
+    dict(MODES["sharded"].run(look, arrays))
     assert [sharding.shard_shape((8, 16)) for sharding in shardings] == [(1, 16), (8, 2)]
-    assert all("over 8 cpu devices" in way for way in ways)
 
 
 OF_GRADIENTS = "scalar", "numbers and keys", "softmax", "a gradient of 0", "parameters"
