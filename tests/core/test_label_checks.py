@@ -290,10 +290,10 @@ def test_an_error_is_raised_in_both_of_two_processes():
 @pytest.mark.parametrize(
     ("labels", "kwargs", "text"),
     [
+        (np.full((4, 3), 2**40), {}, "12 of 12 labels are outside [0, 5); first at (0, 0): 2147483647"),
         (LABELS, {"where": np.arange(4)[:, None] > 1}, "2 of 6 labels are outside [0, 5); first at (2, 1): -1"),
         (LABELS[2, 2], {}, "1 of 1 labels are outside [0, 5); first at (): 7"),
         (LABELS.astype(np.int8) - np.int8(100), {}, "12 of 12 labels are outside [0, 5); first at (0, 0): -100"),
-        (np.full((4, 3), 2**40), {}, "12 of 12 labels are outside [0, 5); first at (0, 0): 2147483647"),
         (GOOD, {"where": np.arange(5)[None, None] != 3}, "1 of 12 labels are at a masked class; first at (1, 0): 3"),
     ],
 )
