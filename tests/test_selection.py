@@ -42,14 +42,6 @@ def test_mask_where_broadcasts():
 # apply_where
 
 
-def test_apply_where_has_finite_values_and_gradients_where_the_function_has_none():
-    x, cond = np.array([-1.0, 0.0, 2.0, np.nan, 3.0], np.float32), np.array([0, 0, 1, 0, 1], bool)
-    step = jax.value_and_grad(lambda x: jnp.sum(masksafe.apply_where(cond, x, jnp.log, fill_value=0.0)))
-    value, gradient = jax.jit(step)(x)
-    np.testing.assert_allclose(value, np.log(6), rtol=1e-5)
-    np.testing.assert_allclose(gradient, [0, 0, 1 / 2, 0, 1 / 3], rtol=1e-5)
-
-
 def test_apply_where_never_shows_the_functions_an_element_that_is_not_theirs():
     x, y = np.array([5.0, -1.0, 7.0], np.float32), np.array([[1.0], [2.0]], np.float32)
 

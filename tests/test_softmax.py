@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import with_gradients
 
 import masksafe
 
@@ -29,28 +30,10 @@ DEAD = WHERE & (np.arange(3) != 1)[:, None, None]  # with slices that have nothi
 DEAD[2, 3] = False
 
 
-def weights_of(shape):
-    return np.cos(np.arange(np.prod(shape, dtype=int))).reshape(shape).astype(np.float32)
-
-
-def finite_sum(x):
-    """Weighted, of what is not -inf, as the log-probabilities of masked elements are; in float32 at least."""
-    wide = x.astype(jnp.float32) if x.dtype.itemsize <= 2 else x
-    return jnp.sum(jnp.where(wide == -jnp.inf, 0, wide) * weights_of(x.shape))
-
-
 def values_and_gradients(axis=-1, ops=OPS):
-    """Each op, and the gradient of its weighted sum, in one program."""
-
-    def pair(op, x, where):
-        def total(x):
-            out = op(x, axis, where)
-            return finite_sum(out), out
-
-        (_, out), gradient = jax.value_and_grad(total, has_aux=True)(x)
-        return out, gradient
-
-    return jax.jit(lambda x, where=None: {name: pair(op, x, where) for name, (op, _) in ops.items()})
+    """Each op, and the gradient of a number made of what is finite, in one program."""
+    fns = {name: with_gradients(lambda x, where, op=op: op(x, axis, where)) for name, (op, _) in ops.items()}
+    return jax.jit(lambda x, where=None: {name: fn(x, where) for name, fn in fns.items()})
 
 
 def along_rows(op, axis):
@@ -84,16 +67,12 @@ def test_the_error_is_at_most_twice_that_of_jax(offset, scale):
     rng = np.random.default_rng(0)
     x = np.float32(offset + scale * rng.normal(size=(64, 50)))
 
-    def all_of(x, pairs):
-        step = lambda fn: (fn(x), jax.grad(lambda x: jnp.sum(fn(x) * jnp.cos(jnp.arange(x.size)).reshape(x.shape)))(x))  # noqa: E731
-        return [step(lambda x, fn=fn: jnp.broadcast_to(fn(x), x.shape)) for fn in pairs]
-
     of_rows = {"axis": -1, "keepdims": True}
     ours = masksafe.softmax, masksafe.log_softmax, lambda x: masksafe.logsumexp(x, **of_rows)
     theirs = jax.nn.softmax, jax.nn.log_softmax, lambda x: jax.nn.logsumexp(x, **of_rows)
-    actual, peers = (jax.jit(lambda x, fns=fns: all_of(x, fns))(x) for fns in (ours, theirs))
+    actual, peers = ([with_gradients(fn)(x) for fn in fns] for fns in (ours, theirs))
     with jax.enable_x64(True):
-        exact = jax.tree.map(np.asarray, jax.jit(lambda x: all_of(x, theirs))(jnp.asarray(x, float)))
+        exact = jax.device_get([with_gradients(fn)(jnp.asarray(x, float)) for fn in theirs])
     for a, b, e in zip(*map(jax.tree.leaves, (actual, peers, exact)), strict=True):
         few_ulp = 4 * np.finfo(np.float32).eps * max(1, np.abs(e).max())
         assert np.abs(a - e).max() <= max(2 * np.abs(b - e).max(), few_ulp)

@@ -138,7 +138,14 @@ TOKEN_WEIGHTS, CLASS_WEIGHTS = (LOSS_RNG.uniform(0.2, 2, n).astype(np.float32) f
 SOME_CLASSES = np.array([True, True, False, True, True])
 PADDED = np.arange(5) < 4  # the last class is padding of the vocabulary
 GROUPS, MATRICES = np.array([3, 1, 0, 3, 4, 0], np.int32), LOSS_RNG.normal(size=(5, CLASSES, 3)).astype(np.float32)
-LINEAR_OPTIONS = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
+SMOOTHED, OF_EACH = {"label_smoothing": 0.1, "z_loss": 0.01}, {"reduction": "none", "block_size": 2}
+
+# The arrays of several ops, with their kinds.
+LABELLED = (X, LABELS), "row, label"
+LAYER = (FEATURES, KERNEL, LABELS), "row, whole, label"
+LAYER_WITH_WEIGHTS = (FEATURES, KERNEL, CLASS_BIAS, TOKEN_WEIGHTS, LABELS), "row, whole, whole, row, label"
+LAYERS = (FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL), "row, whole, row, whole"
+TOP_K = (FEATURES, KERNEL, np.log(P[:, :2]), TOP_CLASSES), "row, whole, row, row"
 
 
 # The rows.
@@ -162,22 +169,18 @@ def _by_row(
 ) -> Op:
     """An op that has an axis, unless it says otherwise."""
     names = tuple(kinds.split(", "))
-    has_axis = others.pop("has_axis", True)
+    options = {"has_axis": True, "classes": CLASSES * ("label" in names), **others}
 
     def call(w: Any, *args: Any, **changed: Any) -> Any:
         return op(*args, where=w, **changed)
 
     definition = of.by_row(formula, names, nothing, keeps_row)
-    return Op(call, args, names, where, definition, nothing=nothing, has_axis=has_axis, **others)
-
-
-def _of_labels(name: str, formula: Callable[..., Any], where: np.ndarray = ELEMENTS, **others: Any) -> Op:
-    options = {"classes": CLASSES, **others}
-    return _by_row(getattr(losses, name), formula, (X, LABELS), "row, label", where, **options)
+    return Op(call, args, names, where, definition, nothing=nothing, **options)
 
 
 def _of_tokens(op: Callable[..., Any], formula: Callable[..., Any], args: Any, kinds: str, **others: Any) -> Op:
-    return _by_row(op, formula, args, kinds, SOME_ROWS, has_axis=False, **others)
+    options = {"classes": 5 * ("label" in kinds), **others}
+    return _by_row(op, formula, args, kinds, SOME_ROWS, has_axis=False, **options)
 
 
 def _of_pairs(name: str, formula: Callable[..., Any], ids: np.ndarray | None = None, **options: Any) -> Op:
@@ -309,27 +312,9 @@ def _group_norm(w: Any, x: Any, scale: Any, bias: Any, epsilon: float = 0.5) -> 
     return masksafe.group_norm(x, 2, scale, bias, where=w, epsilon=epsilon)
 
 
-def _poly_with_epsilon(x: Any, t: Any, epsilon: Any, axis: int = -1, where: Any = None) -> Any:
-    return losses.poly_loss_cross_entropy(x, t, epsilon=epsilon, axis=axis, where=where)
-
-
-def _with_class_weights(x: Any, class_weights: Any, y: Any, axis: int = -1, where: Any = None) -> Any:
-    options = {"label_smoothing": 0.1, "z_loss": 0.01, "with_components": True, "class_weights": class_weights}
-    return losses.softmax_cross_entropy_with_integer_labels(x, y, axis, where, **options)
-
-
-def _ranked_with_weights(x: Any, t: Any, weights: Any, where: Any = None) -> Any:
-    return losses.ranking_softmax_loss(x, t, weights=weights, reduce_fn=None, where=where)
-
-
-def _linear_with_weights(x: Any, k: Any, b: Any, v: Any, y: Any, where: Any = None, **others: Any) -> Any:
-    options = {"class_weights": CLASS_WEIGHTS, "reduction": "none", "block_size": 2, **LINEAR_OPTIONS, **others}
-    return losses.linear_softmax_cross_entropy(x, k, y, bias=b, weights=v, where=where, **options)
-
-
-def _linear_log_probs_with_options(x: Any, k: Any, b: Any, y: Any, where: Any = None, **others: Any) -> Any:
-    options = {"temperature": 0.7, "logit_soft_cap": 3.0, "with_entropy": True, "block_size": 2, **others}
-    return losses.linear_log_probs(x, k, y, bias=b, where=where, **options)
+def _named(op: Callable[..., Any], names: str, **options: Any) -> Callable[..., Any]:
+    """The op of arrays that have these names."""
+    return lambda *args, **others: op(**dict(zip(names.split(), args, strict=True)), **{**options, **others})
 
 
 def _with_padding(op: Callable[..., Any], formula: Callable[..., Any], args: Any, kinds: str, **others: Any) -> Op:
@@ -343,23 +328,16 @@ def _with_padding(op: Callable[..., Any], formula: Callable[..., Any], args: Any
         return formula(f, k[:, PADDED], b[PADDED], *row)
 
     with_mask = functools.partial(op, class_mask=PADDED)
-    return _of_tokens(with_mask, of_classes_left, args, kinds, classes=5, hidden=hidden, **others)
+    return _of_tokens(with_mask, of_classes_left, args, kinds, hidden=hidden, **others)
 
 
 def _linear_divergence(direction: str) -> Op:
-    def call(x: Any, k: Any, z: Any, l: Any, b: Any, c: Any, where: Any = None) -> Any:  # noqa: E741
-        options = {"direction": direction, "beta": 0.3, "temperature": 1.5, "class_mask": SOME_CLASSES}
-        options |= {"target_gradients": True, "reduction": "none", "block_size": 2}
-        return losses.linear_kl_divergence(x, k, z, l, bias=b, target_bias=c, where=where, **options)
-
+    options = {"direction": direction, "beta": 0.3, "temperature": 1.5, "class_mask": SOME_CLASSES}
+    names = "features kernel target_features target_kernel bias target_bias"
+    call = _named(losses.linear_kl_divergence, names, **options, target_gradients=True, **OF_EACH)
     definition = functools.partial(of.divergence_of_linear_layers, SOME_CLASSES, direction)
-    args = FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL, CLASS_BIAS, TARGET_BIAS
-    return _of_tokens(call, definition, args, "row, whole, row, whole, whole, whole")
-
-
-def _top_k_divergence_without_rest(*args: Any, where: Any = None) -> Any:
-    options = {"rest": "drop", "direction": "reverse", "reduction": "none", "block_size": 2}
-    return losses.linear_kl_divergence_with_top_k_targets(*args, where=where, **options)
+    arrays, kinds = LAYERS
+    return _of_tokens(call, definition, (*arrays, CLASS_BIAS, TARGET_BIAS), f"{kinds}, whole, whole")
 
 
 def _ragged_dot(where: Any, x: Any, matrices: Any, groups: Any) -> Any:
@@ -373,7 +351,6 @@ def _ragged_dot(where: Any, x: Any, matrices: Any, groups: Any) -> Any:
     return masksafe.ragged_dot(x, matrices, sizes)[jnp.argsort(order)]
 
 
-_with_entropy = functools.partial(losses.log_probs, with_entropy=True)
 _two_zeros = {"nothing": (0.0, 0.0)}
 _keeps = {"kinds": "row", "keeps_row": True}
 _reduces = {"kinds": "row"}
@@ -386,10 +363,7 @@ def _group_norm_of_positions(w: Any, x: Any, scale: Any, bias: Any) -> Any:
 
 
 def _weighted(op: Callable[..., Any], formula: Callable[..., Any], **others: Any) -> Op:
-    def call(x: Any, v: Any, axis: int = -1, where: Any = None) -> Any:
-        return op(x, axis=axis, where=where, weights=v)
-
-    return _by_row(call, formula, (X, WEIGHTS), **others)
+    return _by_row(_named(op, "x weights", axis=-1), formula, (X, WEIGHTS), **others)
 
 
 def _of_weight_0(op: Op, key: str) -> Op:
@@ -414,17 +388,28 @@ def _of_weight_0(op: Op, key: str) -> Op:
     return op._replace(call=call)
 
 
+def _masked_mean(w: Any, x: Any, weights: Any = None, **by: Any) -> Any:
+    return masksafe.MaskedMean.of(x, w, weights=weights, **by).value
+
+
 def _by_segment(w: Any, x: Any, ids: Any, weights: Any = None) -> Any:
-    return masksafe.MaskedMean.of(x, w, weights=weights, by="segment", segment_ids=ids).value
-
-
-def _sum_and_sign(x: Any, b: Any, axis: int = -1, where: Any = None) -> Any:
-    return masksafe.logsumexp(x, axis, b, return_sign=True, where=where)
+    return _masked_mean(w, x, weights, by="segment", segment_ids=ids)
 
 
 def _reduction(op: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, axis=-1, **rest: op(*args, axis=axis, **rest)
+    return functools.partial(op, axis=-1)
 
+
+_log_probs = functools.partial(losses.log_probs, with_entropy=True)
+_class_weighted = _named(
+    losses.softmax_cross_entropy_with_integer_labels, "logits class_weights labels", **SMOOTHED, with_components=True
+)
+_linear = functools.partial(losses.linear_softmax_cross_entropy, block_size=2)
+_linear_with_weights = _named(
+    _linear, "features kernel bias weights labels", logit_soft_cap=3.0, class_weights=CLASS_WEIGHTS, **SMOOTHED
+)
+_linear_log_probs = functools.partial(losses.linear_log_probs, with_entropy=True, block_size=2)
+_top_k = functools.partial(losses.linear_kl_divergence_with_top_k_targets, **OF_EACH)
 
 OPS = {
     "squared_error": _elementwise("squared_error", lambda x, y: (x - y) ** 2, X, Y),
@@ -441,40 +426,39 @@ OPS = {
     ),
     "softmax_cross_entropy": _by_row(losses.softmax_cross_entropy, of.cross_entropy, (X, P)),
     "softmax_cross_entropy, rows": _by_row(losses.softmax_cross_entropy, of.cross_entropy, (X, P), where=SOME_ROWS),
-    "softmax_cross_entropy_with_integer_labels": _of_labels("softmax_cross_entropy_with_integer_labels", of.of_label),
-    "softmax_cross_entropy_with_integer_labels, rows": _of_labels(
-        "softmax_cross_entropy_with_integer_labels", of.of_label, SOME_ROWS
+    "softmax_cross_entropy_with_integer_labels": _by_row(
+        losses.softmax_cross_entropy_with_integer_labels, of.of_label, *LABELLED
+    ),
+    "softmax_cross_entropy_with_integer_labels, rows": _by_row(
+        losses.softmax_cross_entropy_with_integer_labels, of.of_label, *LABELLED, SOME_ROWS
     ),
     "softmax_cross_entropy_with_integer_labels, smoothing": _by_row(
-        functools.partial(
-            losses.softmax_cross_entropy_with_integer_labels, label_smoothing=0.1, z_loss=0.01, with_components=True
-        ),
+        functools.partial(losses.softmax_cross_entropy_with_integer_labels, with_components=True, **SMOOTHED),
         of.smoothed_of_label,
-        (X, LABELS),
-        "row, label",
-        classes=CLASSES,
+        *LABELLED,
         **_two_zeros,
     ),
     "softmax_cross_entropy_with_integer_labels, weighted classes": _by_row(
-        _with_class_weights,
+        _class_weighted,
         of.smoothed_and_weighted_of_label,
         (X, WEIGHTS[0], LABELS),
         "row, along, label",
-        classes=CLASSES,
         constants=(1,),
         **_two_zeros,
     ),
     "poly_loss_cross_entropy": _by_row(losses.poly_loss_cross_entropy, of.poly, (X, P)),
     "poly_loss_cross_entropy, epsilon": _by_row(
-        _poly_with_epsilon, of.poly, (X, P, TOKEN_WEIGHTS), "row, row, of row", has_axis=False
+        _named(losses.poly_loss_cross_entropy, "logits labels epsilon"),
+        of.poly,
+        (X, P, TOKEN_WEIGHTS),
+        "row, row, of row",
+        has_axis=False,
     ),
-    "log_probs": _by_row(_with_entropy, of.log_prob, (X, LABELS), "row, label", classes=CLASSES, **_two_zeros),
+    "log_probs": _by_row(_log_probs, of.log_prob, *LABELLED, **_two_zeros),
     "log_probs, temperature": _by_row(
-        functools.partial(_with_entropy, temperature=0.6),
+        functools.partial(_log_probs, temperature=0.6),
         lambda x, label: of.log_prob(x / 0.6, label),
-        (X, LABELS),
-        "row, label",
-        classes=CLASSES,
+        *LABELLED,
         **_two_zeros,
     ),
     "kl_divergence": _by_row(losses.kl_divergence, of.divergence, (np.log(P), Q)),
@@ -485,14 +469,18 @@ OPS = {
     ),
     "cosine_similarity": _by_row(losses.cosine_similarity, of.cosine, (X, Y)),
     "cosine_distance": _by_row(losses.cosine_distance, lambda a, b: 1 - of.cosine(a, b), (X, Y)),
-    "multiclass_hinge_loss": _of_labels("multiclass_hinge_loss", of.hinge_of_label, has_axis=False),
-    "multiclass_perceptron_loss": _of_labels("multiclass_perceptron_loss", of.perceptron_of_label, has_axis=False),
-    "multiclass_sparsemax_loss": _of_labels("multiclass_sparsemax_loss", of.sparsemax_of_label, has_axis=False),
+    "multiclass_hinge_loss": _by_row(losses.multiclass_hinge_loss, of.hinge_of_label, *LABELLED, has_axis=False),
+    "multiclass_perceptron_loss": _by_row(
+        losses.multiclass_perceptron_loss, of.perceptron_of_label, *LABELLED, has_axis=False
+    ),
+    "multiclass_sparsemax_loss": _by_row(
+        losses.multiclass_sparsemax_loss, of.sparsemax_of_label, *LABELLED, has_axis=False
+    ),
     "ranking_softmax_loss": _by_row(
         functools.partial(losses.ranking_softmax_loss, reduce_fn=None), of.cross_entropy, (X, P), has_axis=False
     ),
     "ranking_softmax_loss, weights": _by_row(
-        _ranked_with_weights,
+        _named(losses.ranking_softmax_loss, "logits labels weights", reduce_fn=None),
         lambda x, t, v: of.cross_entropy(x, t * v),
         (X, P, WEIGHTS),
         "row, row, row",
@@ -526,80 +514,53 @@ OPS = {
     "ctc_loss": _of_frames(losses.ctc_loss),
     "ctc_loss_with_forward_probs": _of_frames(lambda *a, **named: losses.ctc_loss_with_forward_probs(*a, **named)[0]),
     "linear_softmax_cross_entropy": _of_tokens(
-        functools.partial(losses.linear_softmax_cross_entropy, reduction="none", block_size=2),
-        of.linear_cross_entropy,
-        (FEATURES, KERNEL, LABELS),
-        "row, whole, label",
-        classes=5,
+        functools.partial(_linear, reduction="none"), of.linear_cross_entropy, *LAYER
     ),
     "linear_softmax_cross_entropy, mean": _of_batch(
-        lambda w, *args: losses.linear_softmax_cross_entropy(*args, where=w, block_size=2),
-        (FEATURES, KERNEL, LABELS),
-        "row, whole, label",
-        SOME_ROWS,
-        of.mean_of_linear_cross_entropy,
+        lambda w, *args: _linear(*args, where=w), *LAYER, SOME_ROWS, of.mean_of_linear_cross_entropy
     ),
     "linear_softmax_cross_entropy, weights": _of_tokens(
-        _linear_with_weights,
+        functools.partial(_linear_with_weights, reduction="none"),
         functools.partial(of.weighted_linear_cross_entropy, CLASS_WEIGHTS),
-        (FEATURES, KERNEL, CLASS_BIAS, TOKEN_WEIGHTS, LABELS),
-        "row, whole, whole, row, label",
-        classes=5,
+        *LAYER_WITH_WEIGHTS,
     ),
     "linear_softmax_cross_entropy, mean with weights": _of_batch(
-        lambda w, *args: _linear_with_weights(*args, where=w, reduction="mean"),
-        (FEATURES, KERNEL, CLASS_BIAS, TOKEN_WEIGHTS, LABELS),
-        "row, whole, whole, row, label",
+        lambda w, *args: _linear_with_weights(*args, where=w),
+        *LAYER_WITH_WEIGHTS,
         SOME_ROWS,
         functools.partial(of.weighted_mean_of_linear_cross_entropy, CLASS_WEIGHTS),
     ),
     "linear_softmax_cross_entropy, a masked class": _with_padding(
-        _linear_with_weights,
+        functools.partial(_linear_with_weights, reduction="none"),
         functools.partial(of.weighted_linear_cross_entropy, CLASS_WEIGHTS[PADDED]),
-        (FEATURES, KERNEL, CLASS_BIAS, TOKEN_WEIGHTS, LABELS),
-        "row, whole, whole, row, label",
+        *LAYER_WITH_WEIGHTS,
     ),
-    "linear_log_probs": _of_tokens(
-        functools.partial(losses.linear_log_probs, with_entropy=True, block_size=2),
-        of.linear_log_prob,
-        (FEATURES, KERNEL, LABELS),
-        "row, whole, label",
-        classes=5,
-        **_two_zeros,
-    ),
+    "linear_log_probs": _of_tokens(_linear_log_probs, of.linear_log_prob, *LAYER, **_two_zeros),
     "linear_log_probs, a masked class": _with_padding(
-        _linear_log_probs_with_options,
+        _named(_linear_log_probs, "features kernel bias labels", temperature=0.7, logit_soft_cap=3.0),
         lambda f, k, b, label: of.log_prob(of.soft_capped(f @ k + b) / 0.7, label),
         (FEATURES, KERNEL, CLASS_BIAS, LABELS),
         "row, whole, whole, label",
         **_two_zeros,
     ),
     "linear_kl_divergence": _of_tokens(
-        functools.partial(losses.linear_kl_divergence, reduction="none", target_gradients=True, block_size=2),
-        of.linear_divergence,
-        (FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL),
-        "row, whole, row, whole",
+        functools.partial(losses.linear_kl_divergence, target_gradients=True, **OF_EACH), of.linear_divergence, *LAYERS
     ),
-    "linear_kl_divergence_with_top_k_targets": _of_tokens(
-        functools.partial(losses.linear_kl_divergence_with_top_k_targets, reduction="none", block_size=2),
-        of.top_k_divergence,
-        (FEATURES, KERNEL, np.log(P[:, :2]), TOP_CLASSES),
-        "row, whole, row, row",
-        constants=(2,),
-    ),
+    "linear_kl_divergence_with_top_k_targets": _of_tokens(_top_k, of.top_k_divergence, *TOP_K, constants=(2,)),
     "linear_kl_divergence, reverse": _linear_divergence("reverse"),
     "linear_kl_divergence, jensen_shannon": _linear_divergence("jensen_shannon"),
     "linear_kl_divergence_with_top_k_targets, reverse without a rest": _of_tokens(
-        _top_k_divergence_without_rest,
+        functools.partial(_top_k, rest="drop", direction="reverse"),
         of.top_k_divergence_without_rest,
-        (FEATURES, KERNEL, np.log(P[:, :2]), TOP_CLASSES),
-        "row, whole, row, row",
+        *TOP_K,
         constants=(2,),
     ),
     "softmax": _by_row(masksafe.softmax, of.softmax, (X,), **_keeps),
     "log_softmax": _by_row(masksafe.log_softmax, of.log_softmax, (X,), nothing=(-np.inf,), **_keeps),
     "logsumexp": _by_row(_reduction(masksafe.logsumexp), of.logsumexp, (X,), nothing=(-np.inf,), **_reduces),
-    "logsumexp, factors": _by_row(_sum_and_sign, of.sum_and_sign, (X, Y), nothing=(-np.inf, 0.0)),
+    "logsumexp, factors": _by_row(
+        _named(masksafe.logsumexp, "a b", return_sign=True, axis=-1), of.sum_and_sign, (X, Y), nothing=(-np.inf, 0.0)
+    ),
     "layer_norm": _by_row(
         masksafe.layer_norm, of.layer_norm, (X, SCALE, BIAS), "row, along, along", COLUMNS, keeps_row=True
     ),
@@ -615,13 +576,7 @@ OPS = {
         nothing=(0.0, 0.0, 0.0),
     ),
     # Two elements have gradients of 0 but for epsilon: of a small one only rounding errors would be left.
-    "group_norm": Op(
-        _group_norm,
-        (X, SCALE, BIAS),
-        ("row", "along", "along"),
-        COLUMNS,
-        of.group_norm,
-    ),
+    "group_norm": Op(_group_norm, (X, SCALE, BIAS), ("row", "along", "along"), COLUMNS, of.group_norm),
     "group_norm, positions": Op(
         _group_norm_of_positions,
         (TALL, SCALE, BIAS),
@@ -630,7 +585,7 @@ OPS = {
         of.group_norm_of_positions,
     ),
     "standardize, statistics": _by_row(
-        lambda x, mean, variance, axis=-1, where=None: masksafe.standardize(x, axis, mean, variance, where=where),
+        _named(masksafe.standardize, "x mean variance"),
         of.standardize_by,
         (X, Y, WEIGHTS),
         "row, row, row",
@@ -666,26 +621,14 @@ OPS = {
     "var_mean": _by_row(_reduction(masksafe.var_mean), of.var_mean, (X,), "row", **_two_zeros),
     "max": _by_row(_reduction(masksafe.max), np.max, (X,), nothing=(-np.inf,), **_reduces),
     "min": _by_row(_reduction(masksafe.min), np.min, (X,), nothing=(np.inf,), **_reduces),
-    "mean, weights": _by_row(
-        lambda x, w, axis=-1, where=None: masksafe.mean(x, axis, where, weights=w), of.weighted_mean, (X, WEIGHTS)
-    ),
-    "var, weights": _by_row(
-        lambda x, w, axis=-1, where=None: masksafe.var(x, axis, where, weights=w), of.weighted_var, (X, WEIGHTS)
-    ),
+    "mean, weights": _weighted(masksafe.mean, of.weighted_mean),
+    "var, weights": _weighted(masksafe.var, of.weighted_var),
     "sum, weights": _weighted(masksafe.sum, lambda x, w: np.sum(w * x)),
     "var_mean, weights": _weighted(masksafe.var_mean, of.weighted_var_mean, **_two_zeros),
-    "MaskedMean, weights": _of_batch(
-        lambda w, x, v: masksafe.MaskedMean.of(x, w, weights=v).value,
-        (X, WEIGHTS),
-        "row, row",
-        ELEMENTS,
-        of.mean_of_all,
-    ),
-    "MaskedMean": _of_batch(
-        lambda w, x: masksafe.MaskedMean.of(x, where=w).value, (X,), "row", ELEMENTS, of.mean_of_all
-    ),
+    "MaskedMean, weights": _of_batch(_masked_mean, (X, WEIGHTS), "row, row", ELEMENTS, of.mean_of_all),
+    "MaskedMean": _of_batch(_masked_mean, (X,), "row", ELEMENTS, of.mean_of_all),
     "MaskedMean, by sequence": _of_batch(
-        lambda w, x: masksafe.MaskedMean.of(x, where=w, by="sequence").value,
+        functools.partial(_masked_mean, by="sequence"),
         (X,),
         "row",
         ELEMENTS,

@@ -64,38 +64,28 @@ def test_every_derivative_is_traced_beside_64_bits(key):
 
 
 # Every option that is a number, unlike its default, and what else it needs.
-EPSILON, SMOOTH, SHARE = {"epsilon": 0.1}, {"smooth": 0.5}, {"temperature": 1.5, "beta": 0.3}
+WITH_EPSILON = "poly_loss_cross_entropy", "cosine_similarity", "cosine_distance", "layer_norm", "rms_norm"
+WITH_EPSILON += "standardize", "l2_normalize", "batch_norm", "group_norm", "segment_standardize"
+LINEAR_DIVERGENCES = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
+SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
 NUMBERS = {
+    **{name: {"epsilon": 0.1} for name in WITH_EPSILON},
+    **{name: {"smooth": 0.5} for name in ("binary_dice_loss", "multiclass_generalized_dice_loss")},
+    **{name: {"log_epsilon": -1e4} for name in ("ctc_loss", "ctc_loss_with_forward_probs")},
+    **{name: {"direction": "jensen_shannon", "temperature": 1.5, "beta": 0.3} for name in LINEAR_DIVERGENCES},
+    **{name: {"correction": 0.5} for name in ("var", "var_mean")},
     "smooth_labels": {"alpha": 0.2},
     "huber_loss": {"delta": 0.5},
     "sigmoid_focal_loss": {"alpha": 0.3, "gamma": 1.5},
-    "softmax_cross_entropy_with_integer_labels": {"label_smoothing": 0.1, "z_loss": 0.01},
+    "softmax_cross_entropy_with_integer_labels": SMOOTHED,
     "log_probs": {"temperature": 0.7},
-    "poly_loss_cross_entropy": EPSILON,
-    "cosine_similarity": EPSILON,
-    "cosine_distance": EPSILON,
     "triplet_margin_loss": {"norm_degree": 4, "margin": 0.5, "eps": 1e-4},
     "ntxent": {"temperature": 0.3},
     "info_nce_loss": {"scale": 3.0},
     "sigmoid_contrastive_loss": {"scale": 3.0, "bias": -1.0},
-    "binary_dice_loss": SMOOTH,
     "dice_loss": {"smooth": 0.5, "alpha": 0.3, "beta": 0.6},
-    "multiclass_generalized_dice_loss": SMOOTH,
-    "ctc_loss": {"log_epsilon": -1e4},
-    "ctc_loss_with_forward_probs": {"log_epsilon": -1e4},
-    "linear_softmax_cross_entropy": {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01},
+    "linear_softmax_cross_entropy": {"logit_soft_cap": 3.0, **SMOOTHED},
     "linear_log_probs": {"temperature": 0.7, "logit_soft_cap": 3.0},
-    "linear_kl_divergence": {"direction": "jensen_shannon", **SHARE},
-    "linear_kl_divergence_with_top_k_targets": {"direction": "jensen_shannon", **SHARE},
-    "layer_norm": EPSILON,
-    "rms_norm": EPSILON,
-    "standardize": EPSILON,
-    "l2_normalize": EPSILON,
-    "batch_norm": EPSILON,
-    "group_norm": EPSILON,
-    "var": {"correction": 0.5},
-    "var_mean": {"correction": 0.5},
-    "segment_standardize": EPSILON,
     "dot_product_attention": {
         **{"scale": 0.5, "logit_soft_cap": 2.0, "causal_offset": 1, "is_causal": True},
         **{"dropout_rate": 0.3, "dropout_key": np.uint32([0, 1])},

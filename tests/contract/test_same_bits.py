@@ -52,27 +52,17 @@ KERNEL = RNG.normal(size=(TOKEN, CLASSES)).astype(np.float32)
 DIVIDED = "mean", "var", "layer_norm", "rms_norm"  # whose number of elements is a constant without a mask
 
 
-def labelled(loss):
-    return lambda x, labels, where: loss(x, labels, where=where)
-
-
 def soft_labelled(x, labels, where):
     smooth = 0.9 * jax.nn.one_hot(labels, x.shape[1]) + np.float32(0.001)
     return losses.softmax_cross_entropy(x, smooth, where=where)
 
 
-def along_rows(op):
-    return lambda x, labels, where: op(x, axis=-1, where=where)
-
-
+LABELLED = "softmax_cross_entropy_with_integer_labels", "log_probs"
+ALONG_ROWS = "log_softmax", "softmax", "logsumexp", "sum", "max", *DIVIDED
 OF_ROWS = {
-    **{
-        name: along_rows(getattr(masksafe, name))
-        for name in ("log_softmax", "softmax", "logsumexp", "sum", "max", *DIVIDED)
-    },
-    "softmax_cross_entropy_with_integer_labels": labelled(losses.softmax_cross_entropy_with_integer_labels),
+    **{name: lambda x, _, where, name=name: getattr(masksafe, name)(x, axis=-1, where=where) for name in ALONG_ROWS},
+    **{name: lambda x, y, where, name=name: getattr(losses, name)(x, y, where=where) for name in LABELLED},
     "softmax_cross_entropy": soft_labelled,
-    "log_probs": labelled(losses.log_probs),
 }
 OF_TOKENS = {
     "linear_log_probs": lambda x, labels, where: losses.linear_log_probs(x, KERNEL, labels, where=where),

@@ -3,14 +3,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
 
 import masksafe
 from masksafe import losses
-from masksafe._core.unfolded import any_of, number_of, sum_of
 
 ROWS, CLASSES = 4096, 64
 _RNG = np.random.default_rng(0)
@@ -155,27 +153,3 @@ def test_xla_prints_no_alarm(capfd):
     x = jax.ShapeDtypeStruct(mask.shape, "float32")
     jax.jit(jax.grad(lambda x: masksafe.logsumexp(x, -1, where=mask).sum())).lower(x).compile()
     assert "Constant folding" not in capfd.readouterr().err
-
-
-# The reductions are those of jax.numpy.
-
-
-def test_reductions_are_those_of_jax_numpy():
-    x = _RNG.normal(size=(3, 4, 5)).astype(np.float32)
-    pairs = (any_of, jnp.any), (number_of, jnp.sum), (sum_of, jnp.sum)
-    arrays = x > 1.5, x > 0, x
-    options = [{"axis": axis, "keepdims": keep} for axis in (None, 1, (0, -1), ()) for keep in (False, True)]
-    for (f, of_jax), a in zip(pairs, arrays, strict=True):
-        found, expected = jax.jit(lambda a: [[g(a, **o) for o in options] for g in (f, of_jax)])(a)  # noqa: B023
-        assert [a.dtype for a in found] == [a.dtype for a in expected]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
-
-
-def test_a_sum_has_derivatives_of_any_order():
-    def cubed(x):
-        return sum_of(sum_of(x, 1) ** 3)
-
-    x = jnp.asarray(_RNG.normal(size=(2, 3)), jnp.float32)
-    gradient, hessian = jax.jit(lambda x: (jax.grad(cubed)(x), jax.hessian(cubed)(x)))(x)
-    np.testing.assert_allclose(gradient, np.broadcast_to(3 * x.sum(1, keepdims=True) ** 2, x.shape), rtol=1e-5)
-    np.testing.assert_allclose(hessian[0, 0, 0], [6 * x[0].sum()] * 3, rtol=1e-5)

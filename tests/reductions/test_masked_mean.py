@@ -146,7 +146,7 @@ def test_numbers_of_any_kind():
         assert (MaskedMean(True, 1) + MaskedMean(6, np.int64(1))).value == 3.5
     assert MaskedMean(1.0, jnp.uint32(7)).count == 7
     assert MaskedMean.of(np.full(5, 2**30)).value == 2**30  # whose sum wraps
-    assert "count=14" in repr(MaskedMean(1.0, jnp.uint32(7)) + MaskedMean(1.0, jnp.uint32(7)))
+    assert (MaskedMean(1.0, jnp.uint32(7)) + MaskedMean(1.0, jnp.uint32(7))).count == 14
     np.testing.assert_array_equal(MaskedMean([1.0, 2.0], [1, 2]).value, [1, 1])
     x = jnp.arange(3.0) + 1j
     np.testing.assert_allclose((MaskedMean.of(x) + MaskedMean.of(x + 1j)).value, 1 + 1.5j)
@@ -168,8 +168,7 @@ def test_trees_of_something_else():
     assert (shapes.total.shape, shapes.total.dtype, shapes.count.dtype) == ((3,), jnp.float32, jnp.float32)
     specs = jax.tree.map(lambda _: P("a"), shapes)
     assert specs.total == specs.count == P("a")
-    assert "MaskedMean(total=P('a'" in repr(specs)
-    assert repr(MaskedMean(1.5, 2)) == "MaskedMean(total=1.5, count=2.0)"
+    assert repr(specs).startswith("MaskedMean(total=P")
     mean = MaskedMean(jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((), "int32"))
     assert jax.eval_shape(lambda mean: (mean + mean).value, mean).dtype == "float32"
     gradient = jax.grad(lambda mean: mean.value)(MaskedMean(jnp.float32(3), jnp.float32(2)))

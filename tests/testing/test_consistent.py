@@ -95,32 +95,19 @@ def test_planted_bug_is_found(fn, modes, text):
     assert "Concretization" not in text or isinstance(report.value.__cause__, jax.errors.ConcretizationTypeError)
 
 
-def test_every_disagreeing_pair_is_listed_with_the_worst_element():
-    def fn(x):
-        return x.at[1].add(0.5) if is_traced(x) else x
-
-    with pytest.raises(AssertionError) as report:
-        assert_consistent(fn, jnp.array([1.0, 2.0, 4.0]), modes=("op by op", "jit", "float64"), grad=False)
-    assert str(report.value).splitlines() == [
-        "The function does not give one answer.",
-        "  value, float32[3]:",
-        "    op by op against jit: 1 of 3 elements differ, max absolute error 0.5, relative 0.2; "
-        "worst at index (1,): 2.0 against 2.5",
-        "    op by op against float64: 1 of 3 elements differ, max absolute error 0.5, relative 0.2; "
-        "worst at index (1,): 2.0 against 2.5",
-    ]
-
-
-def test_outputs_and_arguments_are_named():
+def test_a_report_lists_every_disagreeing_pair_with_the_worst_element_by_the_names_of_outputs_and_arguments():
     def fn(params, x):
         y = params["w"] * x
-        return {"y": compiled_reverse_rule(y), "x": x if is_traced(x) else -x}
+        return {"y": compiled_reverse_rule(y), "x": x.at[1].add(0.5) if is_traced(x) else x}
 
     with pytest.raises(AssertionError) as report:
-        assert_consistent(fn, {"w": jnp.ones(3)}, jnp.arange(3.0), modes=("op by op", "jit"))
-    assert "value output['x'], float32[3]" in str(report.value)
-    assert "value output['y']" not in str(report.value)
-    assert "gradient with respect to argument 0['w'], float32[3]" in str(report.value)
+        assert_consistent(fn, {"w": jnp.ones(3)}, jnp.array([1.0, 2.0, 4.0]), modes=("op by op", "jit", "float64"))
+    text = str(report.value)
+    worst = "1 of 3 elements differ, max absolute error 0.5, relative 0.2; worst at index (1,): 2.0 against 2.5"
+    pairs = [f"    op by op against {mode}: {worst}" for mode in ("jit", "float64")]
+    assert "\n".join(["  value output['x'], float32[3]:", *pairs]) in text
+    assert "value output['y']" not in text
+    assert "gradient with respect to argument 0['w'], float32[3]" in text
 
 
 def test_function_without_derivatives_is_not_differentiated():
@@ -208,9 +195,8 @@ def test_sharded_arrays_are_split_where_their_axes_divide():
         jax.debug.inspect_array_sharding(arrays[0], callback=shardings.append)
         return {"": arrays[0]}
 
-    ways = dict(MODES["sharded"].run(look, arrays))
+    dict(MODES["sharded"].run(look, arrays))
     assert [sharding.shard_shape((8, 16)) for sharding in shardings] == [(1, 16), (8, 2)]
-    assert all("over 8 cpu devices" in way for way in ways)
 
 
 OF_GRADIENTS = "scalar", "numbers and keys", "softmax", "a gradient of 0", "parameters"
