@@ -11,11 +11,12 @@ from flax import linen, nnx
 from masksafe import adapters
 
 CHANNELS, HEADS = 6, 2
-X = jax.random.normal(jax.random.key(0), (3, 4, CHANNELS)) * 2 + 1
+# By NumPy: what JAX computes here, it compiles in each process.
+X = jax.device_put(np.float32(np.random.default_rng(0).normal(1, 2, (3, 4, CHANNELS))))
 MASK = np.ones((3, 4, 1), bool)
 MASK[1, 2:] = MASK[2] = False  # padded positions, and an empty sample
 VALID = MASK[..., 0]
-PAIRS = nnx.make_attention_mask(VALID, VALID)  # floats, as flax makes them
+PAIRS = np.float32(VALID[:, None, :, None] & VALID[:, None, None])  # as nnx.make_attention_mask makes them
 GARBAGE = (jnp.nan, jnp.inf, -1e38, 5.0)
 
 NORMS = {

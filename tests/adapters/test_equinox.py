@@ -14,7 +14,8 @@ import pytest
 from masksafe.adapters import equinox as ours
 
 theirs = equinox.nn
-KEY = jax.random.key(0)
+# By NumPy: what JAX computes here, it compiles in each process.
+RNG, KEY = np.random.default_rng(0), np.zeros(2, np.uint32)  # that of jax.random.PRNGKey(0)
 GARBAGE = [np.nan, np.inf, -1e30]
 assert_close = functools.partial(comparisons.assert_close, rtol=1e-4, atol=1e-5)
 
@@ -121,7 +122,7 @@ def test_masks_of_norms_broadcast_from_the_last_axis():
 
 # Batch norm.
 
-BATCHES = jax.random.normal(jax.random.key(3), (3, 6, 4, 5)) * jnp.array([1.0, 2.0, 0.5])[:, None, None, None] + 1
+BATCHES = jax.device_put(np.float32(1 + RNG.normal(size=(3, 6, 4, 5)) * np.array([1, 2, 0.5]).reshape(3, 1, 1, 1)))
 
 
 each_mode = pytest.mark.parametrize("mode", ["ema", "batch"])
@@ -238,8 +239,8 @@ def test_a_batch_or_a_channel_of_nothing_keeps_its_statistics(mode, batches):
 
 SIZES = {"key_size": 5, "value_size": 7, "output_size": 6, "qk_size": 3, "vo_size": 2}
 BIASES = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
-QUERY, KEY_, VALUE = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(4, 8), (6, 5), (6, 7)]))
-MASK = jax.random.bernoulli(jax.random.key(5), 0.6, (2, 4, 6)).at[:, :, 0].set(True)
+QUERY, KEY_, VALUE = (jax.device_put(np.float32(RNG.normal(size=s))) for s in ((4, 8), (6, 5), (6, 7)))
+MASK = jax.device_put((RNG.random((2, 4, 6)) < 0.6) | (np.arange(6) == 0))
 
 
 def attentions(**arguments):
@@ -259,10 +260,10 @@ def rotated(layer, query, key_, value, mask):
     return layer(query, query, query, mask[0, :, :4], process_heads=rotate)
 
 
-NUMBERS = jnp.where(MASK, jnp.array([1.0, -2.0, jnp.nan] * 2), 0)  # as in equinox's own example of BERT
-INTEGERS = jnp.where(MASK, jnp.array([1, -2, 3] * 2), 0)
+NUMBERS = np.where(MASK, np.float32([1, -2, np.nan] * 2), 0)  # as in equinox's own example of BERT
+INTEGERS = np.where(MASK, np.int32([1, -2, 3] * 2), 0)
 SIZES_AND_BIASES = SIZES | BIASES
-CALLS = [(attend, SIZES_AND_BIASES, mask) for mask in (MASK, None, MASK[0], NUMBERS, INTEGERS)]
+CALLS = [(attend, SIZES_AND_BIASES, mask) for mask in (MASK, None, np.asarray(MASK)[0], NUMBERS, INTEGERS)]
 
 
 @pytest.mark.parametrize(("call", "arguments", "mask"), [*CALLS, (rotated, {}, MASK)])
@@ -319,15 +320,15 @@ def test_dropout_of_attention():
 # What is refused.
 
 
-ROWS = QUERY, QUERY, QUERY
+ROWS = (np.asarray(QUERY),) * 3
 SHAPE = r"x: got shape \(2, 8\); expected shape \(8,\)"
 REFUSED = [
-    ("LayerNorm", (jnp.ones((2, 8)),), {}, SHAPE),
-    ("RMSNorm", (jnp.ones((2, 8)),), {}, SHAPE),
-    ("RMSNorm", (jnp.ones(8),), {"where": jnp.ones(8)}, "where: got dtype float32; expected bool"),
-    ("MultiheadAttention", (QUERY[None], QUERY, QUERY), {}, "query: got shape .1, 4, 8.; expected an array of rank 2"),
-    ("MultiheadAttention", (QUERY, QUERY[:3], QUERY), {}, "value: got 4 rows; expected 3"),
-    ("MultiheadAttention", (*ROWS, jnp.ones((5, 4), bool)), {}, "mask: got shape .5, 4.; expected a shape that broad"),
+    ("LayerNorm", (np.ones((2, 8)),), {}, SHAPE),
+    ("RMSNorm", (np.ones((2, 8)),), {}, SHAPE),
+    ("RMSNorm", (np.ones(8),), {"where": np.ones(8, np.float32)}, "where: got dtype float32; expected bool"),
+    ("MultiheadAttention", (ROWS[0][None], *ROWS[1:]), {}, "query: got shape .1, 4, 8.; expected an array of rank 2"),
+    ("MultiheadAttention", (QUERY, ROWS[0][:3], QUERY), {}, "value: got 4 rows; expected 3"),
+    ("MultiheadAttention", (*ROWS, np.ones((5, 4), bool)), {}, "mask: got shape .5, 4.; expected a shape that broad"),
     ("MultiheadAttention", ROWS, {"process_heads": lambda q, k, v: (q[:, :1], k, v)}, "process_heads: got shapes "),
 ]
 

@@ -64,10 +64,10 @@ def test_a_batch_over_devices_counts_elements_and_not_devices(flax):
     [
         (Nnx, "LayerNorm", {"axis_index_groups": ((0,),)}, X, "axis_index_groups"),
         (Nnx, "BatchNorm", {"dtype": jnp.complex64}, X, "x"),
-        (Nnx, "RMSNorm", {}, X.astype(jnp.complex64), "x"),
+        (Nnx, "RMSNorm", {}, np.ones(X.shape, np.complex64), "x"),
         (Nnx, "GroupNorm", {"num_groups": 2, "reduction_axes": (1,)}, X, "reduction_axes"),
         (Linen, "LayerNorm", {"axis_index_groups": ((0,),)}, X, "axis_index_groups"),
-        (Linen, "BatchNorm", {"use_running_average": False}, X.astype(jnp.complex64), "x"),
+        (Linen, "BatchNorm", {"use_running_average": False}, np.ones(X.shape, np.complex64), "x"),
         (Linen, "GroupNorm", {"num_groups": 2, "reduction_axes": (1,)}, X, "reduction_axes"),
         (Linen, "GroupNorm", {"group_size": 2}, X, "num_groups and group_size"),
         (Linen, "GroupNorm", {"num_groups": None, "group_size": 4}, X, "group_size"),
@@ -89,8 +89,8 @@ def test_refusals_name_the_layer_and_the_argument(flax, layer, options, x, argum
         (Nnx, {"normalize_qk": True, "out_features": 3}, {"is_causal": True}),
         (Nnx, {"num_kv_heads": 1, "use_bias": False, "dropout_rate": 0.5, "deterministic": True}, {"is_causal": True}),
         (Nnx, {"dtype": jnp.bfloat16}, {"is_causal": True}),
-        (Linen, {"normalize_qk": True, "out_features": 3}, {"mask": jnp.tril(jnp.ones((1, 1, 4, 4)))}),
-        (Linen, {"dtype": jnp.bfloat16}, {"mask": jnp.tril(jnp.ones((1, 1, 4, 4)))}),
+        (Linen, {"normalize_qk": True, "out_features": 3}, {"mask": np.tri(4)[None, None]}),
+        (Linen, {"dtype": jnp.bfloat16}, {"mask": np.tri(4)[None, None]}),
     ],
     ids=ids,
 )

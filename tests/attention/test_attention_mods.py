@@ -107,7 +107,7 @@ READY_MADE = [
     (attention_masks.window(2, 1), (QUERY - KEY <= 2) & (KEY - QUERY <= 1)),
     (attention_masks.chunked(3), QUERY // 3 == KEY // 3),
     (attention_masks.prefix(2), np.broadcast_to(KEY < 2, (6, 7))),
-    (attention_masks.prefix(jnp.array([1, 4])), np.array([[[1]], [[4]]]) > KEY),
+    (attention_masks.prefix(np.array([1, 4])), np.array([[[1]], [[4]]]) > KEY),
     (attention_masks.causal & attention_masks.chunked(2), (KEY <= QUERY) & (QUERY // 2 == KEY // 2)),
     (attention_masks.causal | attention_masks.prefix(3), (KEY <= QUERY) | (KEY < 3)),
     (~attention_masks.causal, KEY > QUERY),

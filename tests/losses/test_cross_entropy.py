@@ -23,9 +23,9 @@ BOTH = [(integer, optax.softmax_cross_entropy_with_integer_labels), (soft, optax
 
 NAN, INF = jnp.nan, jnp.inf
 RNG = np.random.default_rng(0)
-LOGITS = jnp.asarray(3 * RNG.normal(size=(4, 7)), jnp.float32)
+LOGITS = jax.device_put(np.float32(3 * RNG.normal(size=(4, 7))))
 LABELS = jnp.array([0, 3, 6, 2])
-TARGETS = jnp.asarray(RNG.dirichlet(np.ones(7), 4), jnp.float32)
+TARGETS = jax.device_put(np.float32(RNG.dirichlet(np.ones(7), 4)))
 ROWS = np.array([True, False, True, True])
 CLASSES = np.array([[1, 1, 1, 0, 0, 1, 0], [0, 0, 0, 1, 1, 1, 1], [1] * 7, [0] * 7], bool)
 SHARES = np.eye(7, dtype=np.float32)
