@@ -109,17 +109,6 @@ def test_norm_under_a_mask_is_untouched_by_garbage_and_of_nothing_zero(name):
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(of_nothing))
 
 
-def test_masks_of_norms_broadcast_from_the_last_axis():
-    x = sample((4, 5))
-    is_position = jnp.array([True, True, False, True, False])
-    layer, own = of_both(lambda nn: nn.GroupNorm(2, 4))
-    np.testing.assert_allclose(
-        layer(x, where=is_position)[:, is_position], own(x[:, is_position]), rtol=1e-4, atol=1e-5
-    )
-    layer, own = of_both(lambda nn: nn.RMSNorm((4, 5), use_weight=False, use_bias=False))
-    assert (layer(x, where=is_position)[:, ~is_position] == 0).all()
-
-
 # Batch norm.
 
 BATCHES = jax.device_put(np.float32(1 + RNG.normal(size=(3, 6, 4, 5)) * np.array([1, 2, 0.5]).reshape(3, 1, 1, 1)))

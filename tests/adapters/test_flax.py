@@ -116,12 +116,7 @@ def test_attention_does_not_see_what_is_masked(flax):
 
 @pytest.mark.parametrize(
     ("flax", "keywords"),
-    [
-        (Nnx, ("inputs_k", "inputs_v")),
-        (Linen, ("inputs_k", "inputs_v")),
-        (Nnx, ("inputs_k",)),
-        (Linen, ("inputs_kv",)),
-    ],
+    [*((flax, ("inputs_k", "inputs_v")) for flax in (Nnx, Linen)), (Nnx, ("inputs_k",)), (Linen, ("inputs_kv",))],
     ids=ids,
 )
 @pytest.mark.filterwarnings("ignore:The inputs_kv arg:DeprecationWarning")
@@ -182,9 +177,7 @@ def test_attention_refuses_a_mask_that_would_enlarge_its_inputs(flax, shapes, ma
 def test_attention_drops_weights_and_refuses_to_store_them(flax):
     layer = attention(flax, flax.ours, dropout_rate=0.5, deterministic=False)
     assert jnp.any(layer(X) != layer(X))
-    with pytest.raises(
-        ValueError, match=r"^flax_attention: module: got Multi\w+; expected None. Do not set sow_weights"
-    ):
+    with pytest.raises(ValueError, match=r"^flax_attention: module: got Multi\w+; expected None. Do not set sow_w"):
         layer(X, sow_weights=True)
 
 

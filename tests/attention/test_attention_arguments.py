@@ -116,13 +116,7 @@ def test_bad_arguments_are_refused(case):
         attention(**(dict(query=query, key=key, value=value) | changed))
 
 
-TRACED = {
-    "is_causal": True,
-    "return_residual": True,
-    "logit_soft_cap": 2.0,
-    "dropout_rate": 0.5,
-    "local_window_size": 3,
-}
+TRACED = dict(is_causal=True, return_residual=True, logit_soft_cap=2.0, dropout_rate=0.5, local_window_size=3)
 
 
 def test_what_a_program_is_made_for_is_refused_if_it_is_traced():
