@@ -198,7 +198,12 @@ def type_of_result(loss, args):
         return error
 
 
-def assert_types_are_those_of_optax(pairs, least):
+ALL_TYPES = pytest.param([*itertools.product(TYPES, TYPES)], 3, marks=pytest.mark.slow)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of optax
+@pytest.mark.parametrize(("pairs", "least"), [([("bfloat16", "float32")], 1), ALL_TYPES], ids=["two", "all"])
+def test_types_promote_as_in_optax(pairs, least):
     for name, typed in TYPED.items():
         case, compared = next(case for case in CASES if case.name == name), 0
         for kinds in dict.fromkeys(kinds[: len(typed)] for kinds in pairs):
@@ -212,17 +217,6 @@ def assert_types_are_those_of_optax(pairs, least):
                 assert actual == expected, (name, kinds)
                 compared += 1
         assert compared >= least, name
-
-
-@pytest.mark.filterwarnings("ignore")  # those of optax
-def test_a_narrow_and_a_wide_type_promote_as_in_optax():
-    assert_types_are_those_of_optax([("bfloat16", "float32")], 1)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_types_that_are_narrow_weak_or_mixed_promote_as_in_optax():
-    assert_types_are_those_of_optax([*itertools.product(TYPES, TYPES)], 3)
 
 
 ROWS_FIRST = ["softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels", "poly_loss_cross_entropy"]
