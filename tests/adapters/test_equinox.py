@@ -329,13 +329,12 @@ def test_bad_arguments_are_refused(name, arguments, options, text):
         layer(*arguments, **options)
 
 
-def test_other_dtypes_are_refused():
+@pytest.mark.parametrize("dtype", ["complex64", "int32"])
+def test_other_dtypes_are_refused(dtype):
     for make, shape in NORMS.values():
-        for dtype in ("complex64", "int32"):
-            layer = make(ours)
-            text = f"^{type(layer).__name__}: x: got dtype {dtype}; expected a float dtype"
-            with pytest.raises(TypeError, match=text):
-                layer(jnp.ones(shape, dtype))
+        layer = make(ours)
+        with pytest.raises(TypeError, match=f"^{type(layer).__name__}: x: got dtype {dtype}; expected a float dtype"):
+            layer(np.ones(shape, dtype))
     layer, state = theirs.make_with_state(ours.BatchNorm)(4, "batch", mode="batch")
     with pytest.raises(TypeError, match=r"^BatchNorm: x: got dtype complex64; expected a float dtype"):
         over_batch(layer, BATCHES[0].astype(jnp.complex64), state)

@@ -227,9 +227,8 @@ def test_other_derivatives(name, choose):
     choose(attention=dict(most_weights_kept=0))  # or the other form would be a kernel as well
     arguments, live = CASES["causal, dead rows"]
     kernel, inputs, along = KERNELS[name], random_inputs(S=S), random_inputs(S=S, seed=3)
-    own, xla = (
-        jax.jit(functools.partial(cases.other_derivatives, arguments, i)) for i in (kernel.implementation, "xla")
-    )
+    of = functools.partial(cases.other_derivatives, arguments)
+    own, xla = (jax.jit(functools.partial(of, implementation)) for implementation in (kernel.implementation, "xla"))
     clean = own(inputs, along)
     kernel.assert_close(clean, xla(inputs, along), 5)
     assert_same_bits(own(poisoned(inputs, live, np.nan), along), clean)

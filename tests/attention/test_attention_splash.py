@@ -236,9 +236,8 @@ def test_huge_finite_numbers():
 def test_other_derivatives(name):
     arguments, live = CASES[name]
     inputs, along = inputs_of(), inputs_of(seed=3)
-    by_splash, by_xla = (
-        jax.jit(functools.partial(cases.other_derivatives, arguments, name)) for name in ("splash", "xla")
-    )
+    of = functools.partial(cases.other_derivatives, arguments)
+    by_splash, by_xla = (jax.jit(functools.partial(of, implementation)) for implementation in ("splash", "xla"))
     clean = by_splash(inputs, along)
     assert_close(clean, by_xla(inputs, along), 1e-4)
     assert_same_bits(by_splash(poisoned(inputs, live, np.nan), along), clean)
