@@ -1,6 +1,7 @@
 """Both libraries of flax behind the same functions, and what their tests share: options, a batch, comparisons."""
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -11,11 +12,12 @@ from flax import linen, nnx
 from masksafe import adapters
 
 CHANNELS, HEADS = 6, 2
-X = jax.random.normal(jax.random.key(0), (3, 4, CHANNELS)) * 2 + 1
+# By NumPy: what JAX computes here, it compiles in each process.
+X = jax.device_put(np.float32(np.random.default_rng(0).normal(1, 2, (3, 4, CHANNELS))))
 MASK = np.ones((3, 4, 1), bool)
 MASK[1, 2:] = MASK[2] = False  # padded positions, and an empty sample
 VALID = MASK[..., 0]
-PAIRS = nnx.make_attention_mask(VALID, VALID)  # floats, as flax makes them
+PAIRS = np.float32(VALID[:, None, :, None] & VALID[:, None, None])  # as nnx.make_attention_mask makes them
 GARBAGE = (jnp.nan, jnp.inf, -1e38, 5.0)
 
 NORMS = {
@@ -50,52 +52,39 @@ OF_LINEN = {  # options that flax.nnx does not have
 NORMAL = jax.nn.initializers.normal(1.0)  # for parameters that are neither 0 nor 1
 
 
-OF_NNX_MODEL = """
-from flax import nnx
-from flax.nnx import BatchNorm, GroupNorm, LayerNorm, MultiHeadAttention, RMSNorm
-
-class Model(nnx.Module):
-    def __init__(self, rngs):
+class NnxModel(nnx.Module):
+    def __init__(self, layers, rngs):
         self.embed = nnx.Linear(6, 8, rngs=rngs)
-        self.norms = nnx.List([
-            LayerNorm(8, scale_metadata={"note": "kept"}, rngs=rngs),
-            RMSNorm(8, rngs=rngs),
-            GroupNorm(8, num_groups=2, rngs=rngs),
-            BatchNorm(8, momentum=0.5, rngs=rngs),
-        ])
-        self.attention = MultiHeadAttention(2, 8, decode=False, normalize_qk=True, rngs=rngs)
+        norms = [
+            layers.LayerNorm(8, scale_metadata={"note": "kept"}, rngs=rngs),
+            layers.RMSNorm(8, rngs=rngs),
+            layers.GroupNorm(8, num_groups=2, rngs=rngs),
+            layers.BatchNorm(8, momentum=0.5, rngs=rngs),
+        ]
+        self.norms = nnx.List(norms)
+        self.attention = layers.MultiHeadAttention(2, 8, decode=False, normalize_qk=True, rngs=rngs)
         self.out = nnx.Linear(8, 1, rngs=rngs)
 
     def __call__(self, x, mask=None, pairs=None):
         x = self.embed(x)
         for norm in self.norms:
             x = nnx.gelu(norm(x, mask=mask))
-        x = x + self.attention(x, mask=pairs)
-        return self.out(x)
-"""
-OF_LINEN_MODEL = """
-from flax import linen
-from flax.linen import BatchNorm, GroupNorm, LayerNorm, MultiHeadAttention, MultiHeadDotProductAttention, RMSNorm
+        return self.out(x + self.attention(x, mask=pairs))
 
-class Model(linen.Module):
+
+class LinenModel(linen.Module):
+    layers: Any
+
     @linen.compact
     def __call__(self, x, mask=None, pairs=None):
-        x = linen.Dense(8)(x)
+        x, layers = linen.Dense(8)(x), self.layers
         ones = linen.with_partitioning(linen.initializers.ones, (None,))
-        for norm in (LayerNorm(scale_init=ones), RMSNorm(), GroupNorm(2), BatchNorm(use_running_average=False)):
+        norms = layers.LayerNorm(scale_init=ones), layers.RMSNorm(), layers.GroupNorm(2)
+        for norm in (*norms, layers.BatchNorm(use_running_average=False)):
             x = linen.gelu(norm(x, mask=mask))
-        x = x + MultiHeadAttention(2, normalize_qk=True)(x, mask=pairs)
-        x = x + MultiHeadDotProductAttention(2)(x, mask=pairs)
+        x = x + layers.MultiHeadAttention(2, normalize_qk=True)(x, mask=pairs)
+        x = x + layers.MultiHeadDotProductAttention(2)(x, mask=pairs)
         return linen.Dense(1)(x)
-"""
-
-
-def model_of(source, module):
-    """The class of a model that takes its layers from a module."""
-    own = "flax.nnx" if "flax.nnx" in source else "flax.linen"
-    names = {}
-    exec(source.replace(f"from {own} import", f"from {module} import"), names)
-    return names["Model"]
 
 
 class Nnx:
@@ -119,7 +108,7 @@ class Nnx:
 
     @staticmethod
     def model(module):
-        return model_of(OF_NNX_MODEL, module)(nnx.Rngs(0))
+        return NnxModel(module, nnx.Rngs(0))
 
     @staticmethod
     def split(layer):
@@ -176,7 +165,7 @@ class Linen:
 
     @classmethod
     def model(cls, module):
-        return cls.bound(model_of(OF_LINEN_MODEL, module)())
+        return cls.bound(LinenModel(module))
 
     @staticmethod
     def split(layer):

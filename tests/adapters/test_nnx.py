@@ -157,9 +157,9 @@ def test_what_is_bad_is_no_hit():
     ("metric", "arguments", "name"),
     [
         (ours.Mean("loss"), {"values": X}, "Mean: update"),
-        (ours.Accuracy(), {"logits": X, "labels": jnp.zeros((2,), int)}, "Accuracy: labels"),
-        (ours.Accuracy(0.5), {"logits": X, "labels": jnp.zeros(X.shape[:-1], int)}, "Accuracy: labels"),
-        (ours.Accuracy(), {"logits": X, "labels": X[..., 0]}, "Accuracy: labels"),
+        (ours.Accuracy(), {"logits": X, "labels": np.zeros(2, int)}, "Accuracy: labels"),
+        (ours.Accuracy(0.5), {"logits": X, "labels": np.zeros(X.shape[:-1], int)}, "Accuracy: labels"),
+        (ours.Accuracy(), {"logits": X, "labels": np.ones(X.shape[:-1])}, "Accuracy: labels"),
     ],
 )
 def test_metrics_refuse_by_name(metric, arguments, name):

@@ -12,27 +12,27 @@ from masksafe import attention_masks
 
 # Integers of any width.
 
-SEGMENT = dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones((2, 7), int))
+SEGMENT = dict(query_segment_ids=np.ones((2, 6), int), key_value_segment_ids=np.ones((2, 7), int))
 USUAL = dict(
     is_causal=True,
-    causal_offset=jnp.array([1, 2]),
-    query_seq_lengths=jnp.array([6, 6]),
-    key_value_seq_lengths=jnp.array([3, 7]),
+    causal_offset=np.int32([1, 2]),
+    query_seq_lengths=np.int32([6, 6]),
+    key_value_seq_lengths=np.int32([3, 7]),
     **SEGMENT,
     local_window_size=(4, 2),
-    bias=jnp.arange(7.0),
-    scale=jnp.array(2.0),
+    bias=np.arange(7, dtype=np.float32),
+    scale=np.float32(2),
 )
 # Other numbers, and what they mean in place of the usual ones; all in one program.
 ALIKE = [
-    (dict(causal_offset=jnp.array([1, 2], jnp.int8)), {}),
-    (dict(causal_offset=np.full(2, -(2**40))), dict(causal_offset=jnp.array([-20, -20]))),
-    (dict(query_seq_lengths=jnp.full(2, 2**32 - 1, jnp.uint32)), {}),
-    (dict(key_value_seq_lengths=jnp.array([3, 120], jnp.uint8)), {}),
-    (dict(key_value_seq_lengths=np.full(2, 2**40)), dict(key_value_seq_lengths=jnp.array([7, 7]))),
-    (dict(key_value_seq_lengths=jnp.array([-1, -(2**31)])), dict(key_value_seq_lengths=jnp.array([0, 0]))),
+    (dict(causal_offset=np.int8([1, 2])), {}),
+    (dict(causal_offset=np.full(2, -(2**40))), dict(causal_offset=np.int32([-20, -20]))),
+    (dict(query_seq_lengths=np.full(2, 2**32 - 1, np.uint32)), {}),
+    (dict(key_value_seq_lengths=np.uint8([3, 120])), {}),
+    (dict(key_value_seq_lengths=np.full(2, 2**40)), dict(key_value_seq_lengths=np.int32([7, 7]))),
+    (dict(key_value_seq_lengths=np.int32([-1, -(2**31)])), dict(key_value_seq_lengths=np.int32([0, 0]))),
     ({name: x.astype("int8" if "query" in name else "uint32") for name, x in SEGMENT.items()}, {}),
-    (dict(local_window_size=[4, 2], bias=jnp.arange(7), scale=jnp.full((1, 1), 2)), {}),
+    (dict(local_window_size=[4, 2], bias=np.arange(7, dtype=np.int32), scale=np.full((1, 1), 2)), {}),
 ]
 
 
@@ -47,44 +47,44 @@ def test_no_integer_wraps():
 
 def heads_first(**arguments):
     """Arrays that have heads in front of time."""
-    return dict(zip(("query", "key", "value"), [jnp.ones((2, 2, 6, 4))] * 3, strict=True)) | arguments
+    return dict(zip(("query", "key", "value"), [np.ones((2, 2, 6, 4))] * 3, strict=True)) | arguments
 
 
 HEADS_FIRST = {n: x.swapaxes(1, 2) for n, x in zip(("query", "key", "value"), random_inputs(), strict=True)}
-SEGMENTS = dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones((2, 6), int))
+SEGMENTS = dict(query_segment_ids=np.ones((2, 6), int), key_value_segment_ids=np.ones((2, 6), int))
 A_RANDOM_KEY = r"expected a random key. Make one by jax.random.key\(seed\)"
-TWO_KEYS, MASK_OF_3 = jax.random.split(jax.random.key(0)), attention_masks.prefix(jnp.arange(3))
+TWO_KEYS, MASK_OF_3 = np.zeros((2, 2), np.uint32), attention_masks.prefix(np.arange(3))
 
 
 BAD_ARGUMENTS = [
-    (dict(query=jnp.ones((2, 3))), ValueError, "query: got shape"),
-    (dict(key=jnp.ones((2, 7, 1, 5))), ValueError, "key: got shape"),
-    (dict(key=jnp.ones((3, 7, 1, 4))), ValueError, "key: got shape"),
-    (dict(value=jnp.ones((2, 6, 1, 4))), ValueError, "value: got shape"),
-    (dict(key=jnp.ones((2, 7, 3, 4)), value=jnp.ones((2, 7, 3, 4))), ValueError, "multiple of the 3 heads"),
-    (dict(key=jnp.ones((2, 7, 1, 4), jnp.bfloat16)), TypeError, "key: got dtype bfloat16"),
-    (dict(query=jnp.ones((2, 6, 2, 4), int)), TypeError, "query: got dtype int32"),
-    (dict(mask=jnp.ones((2, 7), bool)), ValueError, r"mask\[:, None, None, :\]"),
-    (dict(bias=jnp.ones((6, 7), complex)), TypeError, "bias: got dtype complex64"),
+    (dict(query=np.ones((2, 3))), ValueError, "query: got shape"),
+    (dict(key=np.ones((2, 7, 1, 5))), ValueError, "key: got shape"),
+    (dict(key=np.ones((3, 7, 1, 4))), ValueError, "key: got shape"),
+    (dict(value=np.ones((2, 6, 1, 4))), ValueError, "value: got shape"),
+    (dict(key=np.ones((2, 7, 3, 4)), value=np.ones((2, 7, 3, 4))), ValueError, "multiple of the 3 heads"),
+    (dict(key=np.ones((2, 7, 1, 4), jnp.bfloat16)), TypeError, "key: got dtype bfloat16"),
+    (dict(query=np.ones((2, 6, 2, 4), np.int32)), TypeError, "query: got dtype int32"),
+    (dict(mask=np.ones((2, 7), bool)), ValueError, r"mask\[:, None, None, :\]"),
+    (dict(bias=np.ones((6, 7), np.complex64)), TypeError, "bias: got dtype complex64"),
     (HEADS_FIRST, ValueError, r"Time comes before heads.* jnp.swapaxes\(x, -3, -2\)"),
-    (heads_first(mask=jnp.ones((2, 1, 6, 6), bool)), ValueError, "mask: got shape .* Time comes before heads"),
+    (heads_first(mask=np.ones((2, 1, 6, 6), bool)), ValueError, "mask: got shape .* Time comes before heads"),
     (heads_first(**SEGMENTS), ValueError, "query_segment_ids: got shape .* Time comes before heads"),
-    (dict(bias=jnp.ones((5, 7))), ValueError, "bias: got shape"),
-    (dict(key_value_seq_lengths=jnp.ones(2)), TypeError, "key_value_seq_lengths: got dtype"),
-    (dict(query_seq_lengths=jnp.ones(3, int)), ValueError, "query_seq_lengths: got shape"),
+    (dict(bias=np.ones((5, 7))), ValueError, "bias: got shape"),
+    (dict(key_value_seq_lengths=np.ones(2)), TypeError, "key_value_seq_lengths: got dtype"),
+    (dict(query_seq_lengths=np.ones(3, int)), ValueError, "query_seq_lengths: got shape"),
     (dict(local_window_size=(1, 2, 3)), TypeError, "local_window_size: got value"),
-    (dict(query_segment_ids=jnp.ones((2, 6), int)), ValueError, "key_value_segment_ids: got value None"),
+    (dict(query_segment_ids=np.ones((2, 6), int)), ValueError, "key_value_segment_ids: got value None"),
     (SEGMENTS, ValueError, "key_value_segment_ids: got shape"),
     (dict(causal_offset=1.5), TypeError, "causal_offset: got dtype"),
-    (dict(scale=jnp.ones(2)), ValueError, "scale: got shape"),
+    (dict(scale=np.ones(2)), ValueError, "scale: got shape"),
     (dict(scale=10**400), TypeError, "scale: got type int"),
     (dict(logit_soft_cap=0.0), ValueError, "logit_soft_cap: got value 0.0"),
     (dict(dropout_rate=1.0), ValueError, "dropout_rate: got value 1.0"),
     (dict(dropout_rate=0.5), ValueError, "dropout_key: got value None"),
     (dict(dropout_rate=0.5, dropout_key=0), TypeError, rf"dropout_key: got type int; {A_RANDOM_KEY}"),
-    (dict(dropout_rate=0.5, dropout_key=jnp.ones(2)), TypeError, "dropout_key: got dtype"),
-    (dict(dropout_rate=0.5, dropout_key=TWO_KEYS), ValueError, r"dropout_key: got shape \(2,\); expected one random"),
-    (dict(bias=jnp.ones((6, 7), bool)), TypeError, "bias: got dtype bool; .* passed as mask="),
+    (dict(dropout_rate=0.5, dropout_key=np.ones(2)), TypeError, "dropout_key: got dtype"),
+    (dict(dropout_rate=0.5, dropout_key=TWO_KEYS), ValueError, r"dropout_key: got shape \(2, 2\); expected one random"),
+    (dict(bias=np.ones((6, 7), bool)), TypeError, "bias: got dtype bool; .* passed as mask="),
     (dict(local_window_size=(-1, 0)), ValueError, "local_window_size: .*-1 does not"),
     (dict(local_window_size=(2, -3)), ValueError, r"local_window_size: got value \(2, -3\)"),
     (dict(local_window_size=-1), ValueError, r"local_window_size: got value \(-1, -1\)"),
@@ -116,13 +116,7 @@ def test_bad_arguments_are_refused(case):
         attention(**(dict(query=query, key=key, value=value) | changed))
 
 
-TRACED = {
-    "is_causal": True,
-    "return_residual": True,
-    "logit_soft_cap": 2.0,
-    "dropout_rate": 0.5,
-    "local_window_size": 3,
-}
+TRACED = dict(is_causal=True, return_residual=True, logit_soft_cap=2.0, dropout_rate=0.5, local_window_size=3)
 
 
 def test_what_a_program_is_made_for_is_refused_if_it_is_traced():

@@ -57,14 +57,14 @@ REFUSED = [
     (dict(width=16), {}, "the value's width is not the query's"),
     (dict(S=7), {}, "the number of queries or of keys is odd"),
     (dict(S=0), {}, "an array is empty"),
-    ({}, dict(scale=jnp.array(0.5)), "the scale is not a number"),
+    ({}, dict(scale=np.ones(1, np.float32)), "the scale is not a number"),
     ({}, dict(logit_soft_cap=2.0), "it has no logit_soft_cap"),
-    ({}, dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "its dropout takes no key"),
+    ({}, dict(dropout_rate=0.1, dropout_key=np.zeros(2, np.uint32)), "its dropout takes no key"),
     ({}, dict(return_residual=True), "its logsumexp is rounded to 16 bits and has no gradient"),
     ({}, dict(score_mod=lambda x, *_: x), "it has no score_mod"),
     (dict(dtype=jnp.float16), dict(mask=KEYS), "no number of float16 is low enough"),
     ({}, dict(bias=np.zeros((T, S), np.float32)), "the bias has another dtype than the query"),
-    ({}, dict(bias=jnp.zeros((1, S), jnp.bfloat16)), "the bias is not one for all queries and keys"),
+    ({}, dict(bias=np.zeros((1, S), jnp.bfloat16)), "the bias is not one for all queries and keys"),
 ]
 
 

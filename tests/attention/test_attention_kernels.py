@@ -5,6 +5,7 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
+import attention_cases as cases
 import comparisons
 import cudnn_stand_in
 import jax
@@ -12,20 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
-    assert_alike_where_finite,
     attention,
-    cases_of,
     causal,
     exact,
     hidden_by,
     normals,
-    other_derivatives,
-    over_all_pairs,
     poisoned,
-    positions_and_mods,
     random_inputs,
     replaced,
-    window,
     with_gradients,
 )
 from comparisons import assert_same_bits
@@ -33,9 +28,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 T, S, H = 6, 8, 8
-CASES = cases_of(S) | positions_and_mods(S)
-CASES |= over_all_pairs(
-    {"plain": ({}, True), "causal window": (dict(is_causal=True, local_window_size=2), window(T, S, 2, 0))}, S
+CASES = cases.cases_of(S) | cases.positions_and_mods(S)
+CASES |= cases.over_all_pairs(
+    {"plain": ({}, True), "causal window": (dict(is_causal=True, local_window_size=2), cases.window(T, S, 2, 0))}, S
 )
 GARBAGE = np.nan, np.inf, -np.inf, 3e38, -3e38, 5.0
 INPUTS = "query", "key", "value"
@@ -117,7 +112,7 @@ def test_value_and_gradients(name, kernel):
 
 # By a kernel and by the form in blocks, with a mask of pairs and a bias: two programs for many tests.
 
-MASK = cases_of(S)["causal, aligned at the end"][1] & replaced(cases_of(S)["pairs"][1], (1, 1), True)
+MASK = cases.cases_of(S)["causal, aligned at the end"][1] & replaced(cases.cases_of(S)["pairs"][1], (1, 1), True)
 
 
 @pytest.fixture(scope="module")
@@ -184,14 +179,14 @@ def test_nothing_is_hidden(kernel, both):
     places = ("query", (0, 3, 0, 3)), ("key", (0, 2, 0, 0)), ("key", (1, 0, 0, 1)), ("value", (1, 3, 0, 2))
     for bad, (name, index) in itertools.product((np.nan, np.inf, -np.inf, 1.1e18, 1.2e18, 1e30), places):
         actual, expected = both(**small | {name: replaced(small[name], index, bad)})
-        assert_alike_where_finite(actual, expected, 2 * kernel.rtol)
+        cases.assert_alike_where_finite(actual, expected, 2 * kernel.rtol)
         out = np.float32(actual[0])
         assert np.isnan(out).any() == (bad != 1.1e18)
         assert bad == 1.1e18 or (out == clean)[~np.isnan(out)].all()
-    assert_alike_where_finite(*both(bias=replaced(bias_of(kernel), (0, 1, 3, 2), np.nan)), 2 * kernel.rtol)
+    cases.assert_alike_where_finite(*both(bias=replaced(bias_of(kernel), (0, 1, 3, 2), np.nan)), 2 * kernel.rtol)
     for bad in (np.nan, np.inf):
         actual, expected = both(d_out=replaced(kernel.d_out(), (0, 3, 0, 3), bad))
-        assert_alike_where_finite(actual, expected, 2 * kernel.rtol)
+        cases.assert_alike_where_finite(actual, expected, 2 * kernel.rtol)
         assert np.isnan(np.float32(actual[1][0])).any()
 
 
@@ -232,7 +227,8 @@ def test_other_derivatives(name, choose):
     choose(attention=dict(most_weights_kept=0))  # or the other form would be a kernel as well
     arguments, live = CASES["causal, dead rows"]
     kernel, inputs, along = KERNELS[name], random_inputs(S=S), random_inputs(S=S, seed=3)
-    own, xla = (jax.jit(functools.partial(other_derivatives, arguments, i)) for i in (kernel.implementation, "xla"))
+    of = functools.partial(cases.other_derivatives, arguments)
+    own, xla = (jax.jit(functools.partial(of, implementation)) for implementation in (kernel.implementation, "xla"))
     clean = own(inputs, along)
     kernel.assert_close(clean, xla(inputs, along), 5)
     assert_same_bits(own(poisoned(inputs, live, np.nan), along), clean)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 B, T, S, N, H = 4, 8, 12, 8, 8
-TABLE = jnp.asarray(normals(N, T + S, seed=9))
+TABLE = jax.device_put(normals(N, T + S, seed=9))
 SEGMENTS = dict(query_segment_ids=np.arange(T)[None] // 3, key_value_segment_ids=np.arange(S)[None] // 4)
 
 # How queries are split, how keys and values, and the number of key heads.

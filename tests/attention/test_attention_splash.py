@@ -8,23 +8,21 @@ import functools
 import itertools
 import operator
 
+import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
-    assert_alike_where_finite,
     attention,
     below,
     causal,
     exact,
     hidden_by,
     normals,
-    other_derivatives,
     poisoned,
     random_inputs,
     replaced,
-    window,
     with_gradients,
 )
 from comparisons import assert_close, assert_same_bits
@@ -49,12 +47,12 @@ SAME_SEGMENT = IDS[0][:, None, :, None] == IDS[1][:, None, None]
 CASES = {
     "all": (
         dict(local_window_size=(90, 60), causal_offset=40, **LENGTHS, **SEGMENTS),
-        window(T, S, 50, 100) & IN_LENGTHS & SAME_SEGMENT,
+        cases.window(T, S, 50, 100) & IN_LENGTHS & SAME_SEGMENT,
     ),
     "plain": ({}, True),
     "causal": (dict(is_causal=True), causal(T, S)),
-    "window": (dict(local_window_size=(20, 150)), window(T, S, 20, 150)),
-    "causal window": (dict(is_causal=True, local_window_size=30), window(T, S, 30, 0)),
+    "window": (dict(local_window_size=(20, 150)), cases.window(T, S, 20, 150)),
+    "causal window": (dict(is_causal=True, local_window_size=30), cases.window(T, S, 30, 0)),
     "offset": (dict(is_causal=True, causal_offset=S - T), causal(T, S, S - T)),
     "queries before all keys": (dict(is_causal=True, causal_offset=-100), causal(T, S, -100)),
     "lengths": (LENGTHS, IN_LENGTHS),
@@ -190,7 +188,7 @@ def test_bad_elements_show_where_they_are_seen(name):
         found = program(name)(tuple(changed), cotangents_of(live))
         with platforms.chosen(form="cpu"):
             expected = xla(tuple(changed), cotangents_of(live))
-        assert_alike_where_finite(found, expected)
+        cases.assert_alike_where_finite(found, expected)
         sees = np.isnan(found[0][1])
         shown.add(bool(sees.any()))
         assert_same_bits(np.asarray(found[0][0])[~sees], np.asarray(clean_results(name)[0][0])[~sees])
@@ -238,7 +236,8 @@ def test_huge_finite_numbers():
 def test_other_derivatives(name):
     arguments, live = CASES[name]
     inputs, along = inputs_of(), inputs_of(seed=3)
-    by_splash, by_xla = (jax.jit(functools.partial(other_derivatives, arguments, name)) for name in ("splash", "xla"))
+    of = functools.partial(cases.other_derivatives, arguments)
+    by_splash, by_xla = (jax.jit(functools.partial(of, implementation)) for implementation in ("splash", "xla"))
     clean = by_splash(inputs, along)
     assert_close(clean, by_xla(inputs, along), 1e-4)
     assert_same_bits(by_splash(poisoned(inputs, live, np.nan), along), clean)

@@ -7,16 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    CASES,
-    attention,
-    causal,
-    exact,
-    normals,
-    random_inputs,
-    shrink_blocks,
-    with_gradients,
-)
+from attention_cases import CASES, attention, causal, exact, normals, random_inputs, shrink_blocks, with_gradients
 from comparisons import assert_close
 from jax.sharding import NamedSharding, PartitionSpec
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, inner_jaxprs, normals, random_inputs, replaced
+from attention_cases import attention, inner_jaxprs, normals, random_inputs, replaced, with_gradients
 from comparisons import assert_close, assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -56,17 +56,14 @@ def place(mesh, spec, *arrays):
 
 def program_of(fn):
     """The jitted function of arrays: the outputs of `fn(arrays)`, and the gradients of its float arrays."""
-
-    @jax.jit
-    def run(floats, rest, cotangents):
-        outputs, reverse = jax.vjp(lambda floats: fn(floats | rest), floats)
-        return outputs, reverse(tuple(d.astype(out.dtype) for d, out in zip(cotangents, outputs, strict=True)))[0]
+    run = with_gradients(lambda floats, **rest: fn(floats | rest))
 
     def results(arrays, cotangents=None):
         floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
         shape = (*arrays["query"].shape[:3], arrays["value"].shape[3])
         cotangents = cotangents or (normals(*shape, seed=6), normals(*shape[:3], seed=7))
-        return run(floats, {name: x for name, x in arrays.items() if name not in floats}, tuple(cotangents))
+        outputs, (gradients,) = run((floats,), tuple(cotangents), {n: x for n, x in arrays.items() if n not in floats})
+        return outputs, gradients
 
     return results
 
@@ -260,22 +257,18 @@ def test_padded_queries_without_cotangents_take_no_part(ring):
 # The way round.
 
 
-def permutes(jaxpr, times=1):
-    """How many arrays a program sends on, each run of a loop counted."""
-    total = 0
+def operations(jaxpr, times=1, inside=False):
+    """Each equation with how often it runs, a `while` counted as once, and whether it is inside of one."""
     for equation in jaxpr.eqns:
+        yield equation, times, inside
         runs = times * equation.params["length"] if equation.primitive.name == "scan" else times
-        total += times * len(equation.invars) if equation.primitive.name == "ppermute" else 0
-        total += sum(permutes(inner, runs) for inner in inner_jaxprs(equation))
-    return total
-
-
-def operations(jaxpr, inside=False):
-    """The names of all operations, and whether each is inside of a `while`."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name, inside
         for inner in inner_jaxprs(equation):
-            yield from operations(inner, inside or equation.primitive.name == "while")
+            yield from operations(inner, runs, inside or equation.primitive.name == "while")
+
+
+def permutes(jaxpr):
+    """How many arrays a program sends on."""
+    return sum(n * len(x.invars) for x, n, _ in operations(jaxpr) if x.primitive.name == "ppermute")
 
 
 def jaxprs(arrays, static):
@@ -300,14 +293,15 @@ HOPS = [
 @pytest.mark.parametrize("case", HOPS, ids=str)
 def test_keys_are_sent_as_far_as_a_window_reaches(case):
     static, hops, hops_of_sums = case
-    forward, with_gradients = jaxprs(inputs(), static)
+    forward, both_ways = jaxprs(inputs(), static)
     assert permutes(forward) == 2 * hops
-    assert permutes(with_gradients) == 2 * (2 * hops + hops_of_sums)
+    assert permutes(both_ways) == 2 * (2 * hops + hops_of_sums)
 
 
 def test_steps_in_which_a_device_sees_nothing_are_skipped():
     """All that is computed is in loops that run once or never, and nothing is sent in there, nor to all devices."""
-    found = set(operations(jaxprs(inputs(), dict(is_causal=True))[1]))
+    program = jaxprs(inputs(), dict(is_causal=True))[1]
+    found = {(equation.primitive.name, inside) for equation, _, inside in operations(program)}
     assert not {"all_gather", "all_to_all", "psum", "psum_invariant"} & {name for name, _ in found}
     assert ("ppermute", False) in found
     assert ("ppermute", True) not in found

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import linear_cases as cases
 import numpy as np
 import pytest
-from comparisons import assert_close
+from comparisons import assert_close, in_float64
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from linear_cases import BAD, BIAS, CLASS_WEIGHTS, CLASSES, FEATURES, KERNEL, LABELS, MASK, TOKENS, WEIGHTS, WIDTH
@@ -210,8 +210,7 @@ def test_ties_between_devices_and_a_bad_logit(platform):
     ours = functools.partial(total, axis_name="classes")
     split = jax.shard_map(ours, mesh=mesh, in_specs=(P(), P(None, "classes")), out_specs=P())
     gradient, actual = jax.jit(jax.grad(split, has_aux=True))(TIED, np.eye(8, dtype="float32"))
-    with jax.enable_x64(True):
-        d_exact, exact = jax.jit(jax.grad(total, has_aux=True))(np.float64(TIED), np.eye(8))
+    d_exact, exact = in_float64(jax.jit(jax.grad(total, has_aux=True)), TIED, np.eye(8))
     np.testing.assert_allclose(actual[:, :-1], exact[:, :-1], rtol=5e-6, atol=2e-7)
     np.testing.assert_allclose(gradient[:-1], d_exact[:-1], rtol=1e-5, atol=2e-6)
     assert np.isnan(actual[:, -1]).all()

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import in_float64
 from linear_cases import CLASSES, DIRECTIONS, FEATURES, KERNEL, TARGETS, TOKENS, top_k_targets
 
 import masksafe
@@ -64,8 +65,7 @@ def test_the_error_is_that_of_the_formula(direction, noise):
         return loss(student), jax.grad(lambda x: loss(x).sum())(student)
 
     both = jax.jit(lambda *rows: [of(fn, *rows) for fn in (linear_kl_divergence, plain)])(student, teacher)
-    with jax.enable_x64(True):
-        exact = map(np.asarray, jax.jit(lambda *rows: of(plain, *rows))(np.float64(student), np.float64(teacher)))
+    exact = in_float64(jax.jit(functools.partial(of, plain)), student, teacher)
     for ours, peers, desired in zip(*both, exact, strict=True):
         of_ours, of_peers = (np.abs(x - desired).max() for x in (ours, peers))
         assert of_ours <= max(2 * of_peers, 4 * np.finfo(np.float32).eps * max(1, np.abs(desired).max()))
@@ -78,8 +78,7 @@ def test_float16_gradients_of_a_sum_do_not_overflow_at_a_low_temperature(directi
     options = {"direction": direction, "temperature": 0.01, "reduction": "sum"}
     of = lambda fn, eye, far: jax.jit(jax.grad(lambda x: fn(x, eye, far, eye, **options)))  # noqa: E731
     gradient = of(linear_kl_divergence, eye, far)(near)
-    with jax.enable_x64(True):
-        desired = np.asarray(of(plain, *map(np.float64, (eye, far)))(np.float64(near)))
+    desired = in_float64(lambda eye, far, near: of(plain, eye, far)(near), eye, far, near)
     np.testing.assert_allclose(gradient, desired, rtol=4e-3, atol=1e-3 * abs(desired).max())
 
 
@@ -99,10 +98,8 @@ def test_second_derivatives_of_improbable_classes(direction):
 
         return jax.jvp(jax.grad(loss, (0, 1)), (student, teacher), (jnp.cos(student), jnp.sin(teacher)))
 
-    actual = derivatives(*rows)
-    with jax.enable_x64(True):
-        desired = jax.tree.map(np.asarray, derivatives(*np.float64(rows)))
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
+    both = derivatives(*rows), in_float64(derivatives, *rows)
+    for a, b in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * abs(b).max())
 
 

@@ -175,11 +175,6 @@ def step(op, **options):
     return jax.jit(jax.value_and_grad(loss_of(op, **options)))
 
 
-def step_of_each():
-    """Of the losses of all tokens."""
-    return step(CROSS_ENTROPY, reduction="none", with_predictions=True, with_components=True)
-
-
 OTHERS = "tokens of the targets", "tokens", "classes", "tokens and classes", "kernel by features"
 WAYS = [(reduction, with_mask) for with_mask in (True, False) for reduction in ("none", "mean")]
 ALL = [
@@ -215,22 +210,19 @@ def test_losses_are_split_like_the_tokens_without_jit_too():
     close(losses, jax.jit(functools.partial(linear_softmax_cross_entropy, reduction="none"))(**args))
 
 
-def with_bad_labels():
+def test_a_bad_label_is_nan_in_its_own_row():
     floats, others = call_of(CROSS_ENTROPY, True)
     labels = others["labels"].copy()
     labels[1, 3], labels[3, 2] = -1, cases.CLASSES
-    return put(mesh_of(), (floats, others | {"labels": labels, "where": np.ones(SHAPE, bool)}), "tokens and classes")
-
-
-def test_a_bad_label_is_nan_in_its_own_row():
-    with jax.set_mesh(mesh_of()):
-        value, gradients = step_of_each()(*with_bad_labels())
+    mesh, others = mesh_of(), others | {"labels": labels, "where": np.ones(SHAPE, bool)}
+    args, run = put(mesh, (floats, others), "tokens and classes"), loss_of(CROSS_ENTROPY, reduction="none")
+    with jax.set_mesh(mesh):
+        value, gradients = step(CROSS_ENTROPY, reduction="none", with_predictions=True, with_components=True)(*args)
+        with masksafe.label_checks("raise"), pytest.raises(Exception, match=r"2 of 40 labels .* first at \(1, 3\): -1"):
+            run(*args)
     assert np.isnan(value)
     assert np.argwhere(np.isnan(gradients["features"]).all(-1)).tolist() == [[1, 3], [3, 2]]
     assert np.isnan(gradients["features"]).any(-1).sum() == 2
-    text = r"2 of 40 labels .* first at \(1, 3\): -1"
-    with jax.set_mesh(mesh_of()), masksafe.label_checks("raise"), pytest.raises(Exception, match=text):
-        loss_of(CROSS_ENTROPY, reduction="none")(*with_bad_labels())
 
 
 # The cost is that of a `jax.shard_map` written by hand.

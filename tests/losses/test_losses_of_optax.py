@@ -48,6 +48,13 @@ class Case(NamedTuple):
 CASES = [
     Case("poly_loss_cross_entropy", (X, P), {"epsilon": -1.0, "axis": 0}),
     Case("poly_loss_cross_entropy", (X, P)),
+    # Elementwise losses broadcast.
+    Case("huber_loss", (X, Y[0])),
+    Case("log_cosh", (X[0], Y)),
+    Case("sigmoid_binary_cross_entropy", (X[:, :1], P[:1])),
+    Case("sigmoid_focal_loss", (X[0], P)),
+    Case("hinge_loss", (X[0, 0], SIGNS)),
+    Case("sparsemax_loss", (X, BITS[:, :1].astype(np.int32))),
     Case("squared_error", (X, Y)),
     Case("squared_error", (X,)),
     Case("l2_loss", (X, Y)),
@@ -191,7 +198,12 @@ def type_of_result(loss, args):
         return error
 
 
-def assert_types_are_those_of_optax(pairs, least):
+ALL_TYPES = pytest.param([*itertools.product(TYPES, TYPES)], 3, marks=pytest.mark.slow)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of optax
+@pytest.mark.parametrize(("pairs", "least"), [([("bfloat16", "float32")], 1), ALL_TYPES], ids=["two", "all"])
+def test_types_promote_as_in_optax(pairs, least):
     for name, typed in TYPED.items():
         case, compared = next(case for case in CASES if case.name == name), 0
         for kinds in dict.fromkeys(kinds[: len(typed)] for kinds in pairs):
@@ -205,38 +217,6 @@ def assert_types_are_those_of_optax(pairs, least):
                 assert actual == expected, (name, kinds)
                 compared += 1
         assert compared >= least, name
-
-
-@pytest.mark.filterwarnings("ignore")  # those of optax
-def test_a_narrow_and_a_wide_type_promote_as_in_optax():
-    assert_types_are_those_of_optax([("bfloat16", "float32")], 1)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_types_that_are_narrow_weak_or_mixed_promote_as_in_optax():
-    assert_types_are_those_of_optax([*itertools.product(TYPES, TYPES)], 3)
-
-
-ELEMENTWISE = ["huber_loss", "log_cosh", "sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "hinge_loss"]
-ELEMENTWISE += ["sparsemax_loss"]
-PAIRS_OF_SHAPES = [((3, 4), (4,)), ((4,), (3, 4)), ((), (3, 4)), ((3, 1), (1, 4))]
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_arguments_broadcast_as_those_of_optax(name):
-    ours, theirs = (getattr(module, name) for module in (masksafe.losses, optax.losses))
-    normal, absent = np.random.default_rng(1).normal, -1 if name == "hinge_loss" else 0
-    pairs = [(np.float32(normal(size=x)), np.where(normal(size=y) > 0, 1, absent)) for x, y in PAIRS_OF_SHAPES]
-
-    @jax.jit
-    def of_all(pairs):
-        masks = [np.ones(np.broadcast_shapes(x.shape, y.shape), bool) for x, y in pairs]
-        return [(ours(x, y), ours(x, y, where=m), theirs(x, y)) for (x, y), m in zip(pairs, masks, strict=True)]
-
-    for actual, masked, expected in of_all([(x, np.float32(y)) for x, y in pairs]):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(masked, expected, rtol=1e-5, atol=1e-6)
 
 
 ROWS_FIRST = ["softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels", "poly_loss_cross_entropy"]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparisons import assert_close
+from comparisons import assert_close, in_float64
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tiers import pairs
@@ -51,13 +51,6 @@ def value_and_gradients(op, axis=-1, epsilon=1e-6):
         return y, pull_back(d_y)
 
     return jax.jit(of)
-
-
-def in_float64(fn, *args):
-    """What a function gives of the same numbers in float64, of which the contract's tests know that it is right."""
-    wide = [a.astype(np.float64) if a.dtype == np.float32 else a for a in args]
-    with jax.enable_x64(True):
-        return jax.device_get(fn(*wide))
 
 
 NAMES = ["layer_norm", "rms_norm", "standardize"]

@@ -11,7 +11,7 @@ import masksafe
 from masksafe.testing import assert_mask_safe
 
 MASK = np.array([[True, False, False], [False, False, True]])
-X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3)), jnp.float32)
+X = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
 
 # Eager code is compiled op by op, which takes longer than all that is tested here.
 assert_mask_safe_compiled = functools.partial(assert_mask_safe, transforms=("jit",))
@@ -70,10 +70,10 @@ def check(fn, *args, masked=None, **options):
 
 
 TREE, OF_TREE = {"w": X, "b": X[0]}, {0: {"w": MASK, "b": MASK[0]}}
-BATCH, OF_BATCH = {"x": X, "index": jnp.arange(3)}, {0: {"x": MASK, "index": np.zeros(3, bool)}}
-TABLE, INDEX, OF_INDEX = jnp.arange(5.0), jnp.array([1, 2]), np.array([False, True])
-INTEGERS, KEY = jnp.ones((2, 3), "int32"), jax.random.key(1)
-WHERE, NOTHING = jnp.asarray(~MASK), np.zeros((2, 3), bool)
+BATCH, OF_BATCH = {"x": X, "index": np.arange(3)}, {0: {"x": MASK, "index": np.zeros(3, bool)}}
+TABLE, INDEX, OF_INDEX = jax.device_put(np.arange(5, dtype=np.float32)), np.array([1, 2]), np.array([False, True])
+INTEGERS, KEY = np.ones((2, 3), "int32"), np.zeros(2, np.uint32)
+WHERE, NOTHING = ~MASK, np.zeros((2, 3), bool)
 mean, naive_mean = (lambda x, where, op=op: op(x, where=where) for op in (masksafe.mean, jnp.mean))
 ZERO_TIMES = lambda x: clean(x).sum() + (x - jax.lax.stop_gradient(x)).sum() * 0  # noqa: E731
 UNIFORM = lambda x: jax.nn.softmax(jnp.where(MASK.any(1, keepdims=True), -1e30, x)) * x  # noqa: E731
@@ -89,7 +89,7 @@ LEAKS = [
     (check(UNIFORM), "derivative: value"),
     (check(leaking(1)), "derivative: gradient with respect"),
     (check(leaking(2)), "derivative: Hessian-vector product"),
-    (check(lambda x, scale: jnp.where(MASK, 0, x * scale), X, jnp.float32(2)), "gradient with respect to argument 1"),
+    (check(lambda x, scale: jnp.where(MASK, 0, x * scale), X, np.float32(2)), "gradient with respect to argument 1"),
     (check(lambda i: TABLE[i], INDEX, masked={0: OF_INDEX}), r"argument: +0, int32"),
     (check(lambda x: x + 1), "derivative: value"),
     (check(naive_mean, X, WHERE, empty=(X, NOTHING), garbage=[1.0]), "With everything masked, a result is not finite"),
@@ -147,7 +147,7 @@ MULTIPLIED["gradient"].defvjp(
 @pytest.mark.forms
 @pytest.mark.parametrize("derivative", MULTIPLIED)
 def test_product_with_a_mask_that_xla_makes_a_selection_is_found(derivative):
-    fn, args, masked = MULTIPLIED[derivative], (X, jnp.asarray(~MASK)), {0: MASK}
+    fn, args, masked = MULTIPLIED[derivative], (X, ~MASK), {0: MASK}
     assert_mask_safe(fn, *args, masked=masked, transforms=("eager", "jit", "vmap"), order=1)
     with pytest.raises(AssertionError, match=rf"garbage: +nan\n +transform: +disable_jit\n +derivative: {derivative}"):
         assert_mask_safe(fn, *args, masked=masked)
