@@ -71,7 +71,7 @@ def check(fn, *args, masked=None, **options):
 
 TREE, OF_TREE = {"w": X, "b": X[0]}, {0: {"w": MASK, "b": MASK[0]}}
 BATCH, OF_BATCH = {"x": X, "index": np.arange(3)}, {0: {"x": MASK, "index": np.zeros(3, bool)}}
-TABLE, INDEX, OF_INDEX = jax.device_put(np.arange(5, dtype=np.float32)), np.array([1, 2]), np.array([False, True])
+TABLE, INDEX, OF_INDEX = jax.device_put(np.arange(5, dtype=np.float32)), np.int32([1, 2]), np.array([False, True])
 INTEGERS, KEY = np.ones((2, 3), "int32"), np.zeros(2, np.uint32)
 WHERE, NOTHING = ~MASK, np.zeros((2, 3), bool)
 mean, naive_mean = (lambda x, where, op=op: op(x, where=where) for op in (masksafe.mean, jnp.mean))
