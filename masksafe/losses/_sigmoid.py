@@ -122,9 +122,7 @@ _PROBABILITY = Check("labels", lambda t: (t >= 0) & (t <= 1), "outside [0, 1]")
 
 
 def _read_operands(op: str, logits: ArrayLike, labels: ArrayLike) -> dict[str, Array]:
-    logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
-    is_float = jnp.issubdtype(labels.dtype, jnp.floating)
-    return {"logits": logits, "labels": labels if is_float else labels.astype(logits.dtype)}
+    return {"logits": as_float_array(op, "logits", logits), "labels": as_real_array(op, "labels", labels)}
 
 
 def _binary_cross_entropy(logits: Array, labels: Array) -> Array:
@@ -132,13 +130,13 @@ def _binary_cross_entropy(logits: Array, labels: Array) -> Array:
 
 
 def _weighted_focal(logits: Array, labels: Array, gamma: Array, alpha: Array | None = None) -> Array:
-    loss = _focal(logits, labels, gamma)
+    loss, labels = _focal(logits, labels, gamma), labels.astype(logits.dtype)
     return loss if alpha is None else loss * (alpha * labels + (1 - alpha) * (1 - labels))
 
 
 def _less_likely_label(x: Array, t: Array) -> tuple[Array, Array]:
-    """The logit and the probability of the label, 0 or 1, that is less likely according to `t`."""
-    return jnp.where(t > 0.5, -x, x), jnp.where(t > 0.5, 1 - t, t)
+    """The logit and the probability of the label, 0 or 1, that is less likely according to `t`; of one dtype."""
+    return jnp.where(t > 0.5, -x, x), jnp.where(t > 0.5, 1 - t, t).astype(x.dtype)
 
 
 def _focal(x: Array, t: Array, gamma: Array) -> Array:

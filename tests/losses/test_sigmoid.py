@@ -3,10 +3,12 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import in_float64
 
+import masksafe
 from masksafe.losses import sigmoid_binary_cross_entropy, sigmoid_focal_loss
 
 WIDE = np.linspace(-100, 100, 401, dtype=np.float32)
@@ -65,3 +67,9 @@ def test_the_cross_entropy_is_linear_in_its_labels():
     logits, labels = np.float32([0.5, -2, 3]), np.float32([0, 1, 0.3])
     gradient = jax.grad(lambda t: sigmoid_binary_cross_entropy(logits, t).sum())(labels)
     np.testing.assert_allclose(gradient, -logits, rtol=1e-6)
+
+
+def test_a_bad_label_is_told_as_it_is():
+    """Not in the dtype of the logits, in which 257 is 256."""
+    with masksafe.label_checks("raise"), pytest.raises(ValueError, match=r"first at \(1,\): 257 "):
+        sigmoid_binary_cross_entropy(jnp.ones(2, jnp.bfloat16), np.array([0, 257]))
