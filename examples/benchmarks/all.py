@@ -1,6 +1,6 @@
 """Every benchmark: CSVs in docs/benchmarks, pictures in docs/_static/benchmarks, and the tables of docs/performance.
 
-python examples/benchmarks/all.py                    # some forty minutes on two cores
+python examples/benchmarks/all.py                    # about an hour on two cores
 python examples/benchmarks/all.py --only attention --only losses
 python examples/benchmarks/all.py --oldest           # with the oldest jax: CSVs in docs/benchmarks/jax-0.10
 python examples/benchmarks/all.py --plot-only        # all pictures and tables again from the CSVs of both
