@@ -152,7 +152,7 @@ def losses_of(number: int, devices: int, steps: int) -> dict[str, list[float]]:
 def error_of(number: int, devices: int, mode: str) -> str:
     """The message with which every process ends."""
     statuses, lines = processes.outcome(command(mode, number), number, devices)
-    messages = {"\n".join(of_process) for of_process in lines}
+    messages = {"".join(of_process[-1:]) for of_process in lines}  # before it JAX logs what failed on each device
     if len(messages) != 1 or set(statuses) != {1}:
         raise RuntimeError(f"{mode}: exit statuses {statuses}, messages {messages}")
     return messages.pop()
@@ -168,7 +168,7 @@ def main() -> None:
         try:
             PARTS[arguments.part](arguments.steps)
         except (jax.errors.JaxRuntimeError, checkify.JaxRuntimeError) as error:
-            sys.exit(str(error).strip().splitlines()[-1])
+            processes.end(error)
         return
     number, devices, steps = arguments.processes, arguments.devices, arguments.steps
     if ROWS % (number * devices * MICROBATCHES):
