@@ -100,8 +100,9 @@ def end(error: Exception) -> NoReturn:
     At exit JAX tells the error of a callback once more, and 0.12 then leaves out `jax.distributed.shutdown`, by which
     the processes wait for each other: the first to end would abort.
     """
+    print(str(error).strip().splitlines()[-1], file=sys.stderr, flush=True)  # first: a process that fails alone waits
     jax.distributed.shutdown()
-    sys.exit(str(error).strip().splitlines()[-1])
+    sys.exit(1)
 
 
 def exit_with_parent() -> None:
