@@ -186,7 +186,18 @@ def moments(rows: Rows, x: Array, weighting: Weighting, *, about_zero: bool = Fa
     rounding = 8 * float(jnp.finfo(wide.dtype).eps)  # of sums of equal elements
     variance = square - (1 + rounding) * _product(error, error)
     nothing = 0 * jnp.real(error)  # NaN for a NaN, which XLA's maximum may lose on a CPU
-    return Moments(weight, centre, error, jnp.maximum(variance, nothing))
+    return Moments(weight, centre, error, _at_least(variance, nothing))
+
+
+@jax.custom_jvp
+def _at_least(variance: Array, nothing: Array) -> Array:
+    """The variance, or 0 in place of a negative rounding error; its derivative is whole, also where it is 0."""
+    return jnp.maximum(variance, nothing)
+
+
+@_at_least.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _at_least(*primals), tangents[0]
 
 
 def pull_back(
