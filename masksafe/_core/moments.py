@@ -227,11 +227,8 @@ def _product(x: Array, y: Array) -> Array:
 
 
 def weighted(x: Array, weights: Array | None) -> Array:
-    """The elements times their weights; an element of weight 0 has no derivative, whatever its tangent."""
-    if weights is None or weights.dtype == jnp.bool_:
-        return x if weights is None else x * weights.astype(jnp.finfo(x.dtype).dtype)
-    is_zero = jnp.zeros_like(x, bool) | (weights == 0)  # so that it is split over devices like the elements
-    return jnp.where(is_zero, lax.stop_gradient(x), x) * weights.astype(jnp.finfo(x.dtype).dtype)
+    """The elements times their weights."""
+    return x if weights is None else x * weights.astype(jnp.finfo(x.dtype).dtype)
 
 
 def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:

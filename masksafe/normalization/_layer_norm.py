@@ -239,8 +239,8 @@ def _standardize_with_given_statistics(
     """`standardize` with a given mean or variance, or a traced epsilon; JAX's own rules differentiate it."""
     x, epsilon = arrays.x, arrays.epsilon
     dtype = jnp.result_type(*(a for a in (x, mean, variance, epsilon) if a is not None))
-    weighting = masks.read_weighting("standardize", x, arrays.where, arrays.weights)
-    wide = precision.widened(masks.selected(x.astype(dtype), weighting.where))
+    x, weighting = masks.read_weighting("standardize", x.astype(dtype), arrays.where, arrays.weights)
+    wide = precision.widened(masks.selected(x, weighting.where))
     row_moments, where = moments.moments(rows, wide, weighting), weighting.where
     if mean is None:
         deviations = row_moments.deviations(wide, where)
