@@ -43,6 +43,9 @@ without_sign_of_zero = _as_linear("without_sign_of_zero", lambda x: jnp.where(x 
 # but a cotangent stays visible.
 finite_or_zero = _as_linear("finite_or_zero", lambda x: jnp.where(jnp.isfinite(x), x, 0), lambda cotangent: cotangent)
 
+# `x` with 0 for NaN, infinity and -0; its cotangent likewise.
+finite_or_zero_both_ways = _as_linear("finite_or_zero_both_ways", lambda x: jnp.where(jnp.isfinite(x) & (x != 0), x, 0))
+
 # `x`; its cotangent with 0 for NaN and infinity.
 with_finite_cotangent = _as_linear("with_finite_cotangent", lambda x: x, finite_or_zero)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_array, as_real_array, at_rank_of, leading_axes_hint, message
+from masksafe._core.linear import finite_or_zero_both_ways
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Axes
 
@@ -107,16 +108,34 @@ class Weighting(NamedTuple):
     weights: Array | None  # of the shape of the elements, wide, 0 under the mask; None: all weights are 1
 
 
-def read_weighting(op: str, x: Array, where: object, weights: object) -> Weighting:
-    """The weighting of the elements of `x`, from the arguments of an op."""
+def read_weighting(op: str, x: Array, where: object, weights: object) -> tuple[Array, Weighting]:
+    """The elements of `x` and their weighting, from the arguments of an op."""
     unmasked, weights = read_mask(op, where, x.shape), as_weights_of(op, weights, x.shape, "x")
     return weighting_of(x, unmasked, None if weights is None else jnp.broadcast_to(weights, x.shape))
 
 
-def weighting_of(x: Array, where: Array | None, weights: Array | None) -> Weighting:
-    """The weighting of the elements of `x`. A NaN or infinity of weight 0 takes no part; a negative weight is NaN."""
+def weighting_of(x: Array, where: Array | None, weights: Array | None) -> tuple[Array, Weighting]:
+    """The elements of `x` and their weighting. A negative weight is NaN.
+
+    A NaN or infinity of weight 0 takes no part, whether it is an element, its tangent or its cotangent. A product with
+    the weight alone has the second derivative by the element and its weight, which is not 0.
+    """
     if weights is None:
-        return Weighting(where, None)
-    wide = selected(widened(weights), where)
-    takes_part = (wide != 0) | jnp.isfinite(x)
-    return Weighting(both(where, takes_part), jnp.where(wide < 0, jnp.nan, wide))
+        return x, Weighting(where, None)
+    wide = widened(weights)
+    where = both(where, (wide != 0) | jnp.isfinite(x))
+    wide = selected(wide, where)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        x = _finite_in_derivatives(x, jnp.zeros_like(x, bool) | (wide == 0))  # split over devices like the elements
+    return x, Weighting(where, jnp.where(wide < 0, jnp.nan, wide))
+
+
+@jax.custom_jvp
+def _finite_in_derivatives(x: Array, has_no_weight: Array) -> Array:
+    return x
+
+
+@_finite_in_derivatives.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    d_x, has_no_weight = tangents[0], primals[1]
+    return _finite_in_derivatives(*primals), jnp.where(has_no_weight, finite_or_zero_both_ways(d_x), d_x)

@@ -186,7 +186,18 @@ def moments(rows: Rows, x: Array, weighting: Weighting, *, about_zero: bool = Fa
     rounding = 8 * float(jnp.finfo(wide.dtype).eps)  # of sums of equal elements
     variance = square - (1 + rounding) * _product(error, error)
     nothing = 0 * jnp.real(error)  # NaN for a NaN, which XLA's maximum may lose on a CPU
-    return Moments(weight, centre, error, jnp.maximum(variance, nothing))
+    return Moments(weight, centre, error, _at_least(variance, nothing))
+
+
+@jax.custom_jvp
+def _at_least(variance: Array, nothing: Array) -> Array:
+    """The variance, or 0 in place of a negative rounding error; its derivative is whole, also where it is 0."""
+    return jnp.maximum(variance, nothing)
+
+
+@_at_least.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _at_least(*primals), tangents[0]
 
 
 def pull_back(
@@ -216,11 +227,8 @@ def _product(x: Array, y: Array) -> Array:
 
 
 def weighted(x: Array, weights: Array | None) -> Array:
-    """The elements times their weights; an element of weight 0 has no derivative, whatever its tangent."""
-    if weights is None or weights.dtype == jnp.bool_:
-        return x if weights is None else x * weights.astype(jnp.finfo(x.dtype).dtype)
-    is_zero = jnp.zeros_like(x, bool) | (weights == 0)  # so that it is split over devices like the elements
-    return jnp.where(is_zero, lax.stop_gradient(x), x) * weights.astype(jnp.finfo(x.dtype).dtype)
+    """The elements times their weights."""
+    return x if weights is None else x * weights.astype(jnp.finfo(x.dtype).dtype)
 
 
 def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:

@@ -23,8 +23,7 @@ class Reduction(NamedTuple):
     def read(self, x: Array, where: Array | None, weights: Array | None) -> tuple[Rows, Array, Weighting]:
         """The rows, their elements in the dtype of the result, and which of them take part, and how much."""
         rows = Rows(axes_of_row(canonical_axes(self.op, self.axis, x.ndim), x.ndim), self.devices)
-        weighting = masks.read_weighting(self.op, x, where, weights)
-        return rows, masks.promoted_with(x, weights), weighting
+        return rows, *masks.read_weighting(self.op, masks.promoted_with(x, weights), where, weights)
 
     def shaped(self, rows: Rows, reduced: Array) -> Array:
         """A result whose reduced axes have size 1, with or without them."""

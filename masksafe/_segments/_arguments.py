@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, per_device, sharding, switches, unfolded
-from masksafe._core.masks import Weighting
 from masksafe._core.typing import Array, jitted
 from masksafe._segments._segments import Segments
 
@@ -116,13 +115,13 @@ def _on_devices(
         if switches.uses_plain_rules():  # checkify would report ids out of range and NaN
             where = here.unmasked(data, where)
             here = dataclasses.replace(here, ids=jnp.clip(ids, 0, here.number - 1))
-            data = masks.selected(data, where)
         elif where is not None and weights is None and not here.are_sorted and masks.masks_rows(where, elements):
             # A masked row gets an id out of range, which spares the selection. Sorted ids have to stay sorted.
             here, where = dataclasses.replace(here, ids=jnp.where(where.reshape(-1), ids, here.number)), None
-        weighting = Weighting(where, None)
-        if weights is not None:
-            weighting = masks.weighting_of(data, here.unmasked(data, where), weights)
+        unmasked = where if weights is None else here.unmasked(data, where)
+        data, weighting = masks.weighting_of(data, unmasked, weights)
+        if switches.uses_plain_rules():
+            data = masks.selected(data, weighting.where)
         return formula(*options, here, data, weighting)
 
     data = masks.promoted_with(data, weights)

@@ -151,7 +151,8 @@ def _moments(segments: Segments, x: Array, weighting: Weighting) -> tuple[_Mean,
     variance = mean_of(weighted(deviations, weights) * deviations)
     # For equal elements it is a rounding error of the remainder, far below one rounding step of an element.
     rounding = jnp.square(4 * jnp.finfo(variance.dtype).eps * mean.remainder)
-    variance = jnp.where((variance <= rounding) & (variance < jnp.inf), 0, variance)  # both may overflow
+    is_rounding = (variance <= rounding) & (variance < jnp.inf)  # both may overflow
+    variance -= lax.stop_gradient(jnp.where(is_rounding, variance, 0))  # the derivatives stay
     return platforms.unfused(mean), variance, weight
 
 

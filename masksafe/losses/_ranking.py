@@ -79,7 +79,7 @@ def ranking_softmax_loss(
         labels = labels.astype(precision.wide_dtype(logits.dtype))
     targets = broadcast_widened(labels, shape)
     if weights is not None:
-        weighting = weighting_of(targets, mask, jnp.broadcast_to(weights, shape))
+        targets, weighting = weighting_of(targets, mask, jnp.broadcast_to(weights, shape))
         targets = weighted(precision.widened(selected(targets, weighting.where)), weighting.weights)
     inputs = Labelled(broadcast_widened(logits, shape), targets, mask)
     (losses,) = target_loss_of_rows((len(shape) - 1,), inputs, TargetCrossEntropy())

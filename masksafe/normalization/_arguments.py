@@ -38,7 +38,7 @@ def given(
 def read(op: str, given: NormInputs, axes: Axes) -> NormInputs:
     """The inputs, checked: `x` has floats, scale and bias broadcast with it, and epsilon is wide."""
     x = arguments.as_float_array(op, "x", given.x, any_width=True)
-    weighting = masks.read_weighting(op, x, given.where, given.weights)
+    x, weighting = masks.read_weighting(op, x, given.where, given.weights)
     scale = arguments.if_given(along_axes, op, "scale", given.scale, x, axes)
     bias = arguments.if_given(along_axes, op, "bias", given.bias, x, axes)
     epsilon = None if given.epsilon is None else jnp.full((1,) * x.ndim, given.epsilon, precision.wide_dtype(x.dtype))

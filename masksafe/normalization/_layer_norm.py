@@ -239,8 +239,8 @@ def _standardize_with_given_statistics(
     """`standardize` with a given mean or variance, or a traced epsilon; JAX's own rules differentiate it."""
     x, epsilon = arrays.x, arrays.epsilon
     dtype = jnp.result_type(*(a for a in (x, mean, variance, epsilon) if a is not None))
-    weighting = masks.read_weighting("standardize", x, arrays.where, arrays.weights)
-    wide = precision.widened(masks.selected(x.astype(dtype), weighting.where))
+    x, weighting = masks.read_weighting("standardize", x.astype(dtype), arrays.where, arrays.weights)
+    wide = precision.widened(masks.selected(x, weighting.where))
     row_moments, where = moments.moments(rows, wide, weighting), weighting.where
     if mean is None:
         deviations = row_moments.deviations(wide, where)
@@ -253,7 +253,8 @@ def _standardize_with_given_statistics(
         variance = row_moments.variance
     else:  # E[(x - m)^2] = var + (E[x] - m)^2, and E[x^2] - m^2 = var + (E[x] - m) (E[x] + m)
         gap = -row_moments.deviations(mean, where)
-        variance = jnp.maximum(row_moments.variance + gap * (gap if algorithm == "stable" else gap + 2 * mean), 0)
+        variance = row_moments.variance + gap * (gap if algorithm == "stable" else gap + 2 * mean)
+        variance = jnp.where(variance < 0, 0, variance)  # whose derivative at 0 is whole
     variance = variance + epsilon.astype(wide.dtype)
     is_zero = (variance == 0) & (deviations == 0)
     reciprocal_std = jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))

@@ -53,8 +53,8 @@ class Results(NamedTuple):
 def each_op(condition: Callable[[Op], Any] = lambda op: True, by_weights: bool = False) -> Any:
     """Parameters: the keys of those ops, with which the names of tests end; by default few of them run (conftest.py).
 
-    The rows whose mask is a weight of 0 are of tests `by_weights` alone, which look at values and at gradients. The
-    tangent of such an element, refusals and devices are no question of weights.
+    The rows whose mask is a weight of 0 are of tests `by_weights` alone, which look at values and at derivatives.
+    Refusals and devices are no question of weights.
     """
     keys = [key for key, op in OPS.items() if condition(op) and (by_weights or not key.endswith(" of 0"))]
     return pytest.mark.parametrize("key", keys)

@@ -35,6 +35,17 @@ def test_what_is_masked_is_no_alarm(key):
             assert check(op.where, args, cotangents_of(key))[0].get() is None
 
 
+@pytest.mark.parametrize("name", ["segment_var", "var", "segment_mean", "mean", "layer_norm", "batch_norm"])
+def test_a_weight_of_0_is_no_alarm(name):
+    key = f"{name}, weights of 0"
+    op = OPS[key]
+    with masksafe.label_checks("checkify"):
+        check = jax.jit(checkify.checkify(functools.partial(value_and_gradients, key), checkify.float_checks))
+        for value in (np.nan, np.inf):  # the derivative by the weight of a large number may overflow
+            args = filled(key, op.where, lambda a: value if a.dtype.kind == "f" else -1)  # noqa: B023
+            assert check(op.where, args, cotangents_of(key))[0].get() is None
+
+
 def _of_targets(features):
     # A masked target, and a token of which all are masked.
     log_probs = np.log(np.float32([[0.5, np.nan], [np.nan, np.nan], [0.5, 0.25]]))

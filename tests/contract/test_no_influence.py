@@ -56,7 +56,7 @@ def test_the_cotangent_of_what_is_masked_changes_no_bit(key):
         assert_same_bits(other.forward_over_reverse, results[0].forward_over_reverse)
 
 
-@each_op()
+@each_op(by_weights=True)
 def test_the_tangent_of_what_is_masked_changes_no_bit(key):
     """Of a distance of 0 between two paddings the value is finite and the derivative NaN."""
     clean = run(key)
