@@ -397,13 +397,13 @@ def seen_by(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int, queries: 
 
 
 def marked_bias(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int, bad: Array, d_bias: Array) -> Array:
-    """The cotangent of a bias `[B, N, T, S]`, NaN where a bad query `[B, K, G, T]` has an unmasked pair."""
+    """The cotangent of a bias `[B, N, T, S]`, or 1s, NaN where a bad query `[B, K, G, T]` has an unmasked pair."""
 
     def marked(d_bias: Array) -> Array:
         mask = all_unmasked(plan, pairs, num_queries, num_keys)
         found = bad[..., None] if mask is None else bad[..., None] & mask
         found = jnp.broadcast_to(found, (*bad.shape, num_keys)).reshape(bad.shape[0], -1, num_queries, num_keys)
-        shared = [axis for axis in (0, 1) if d_bias.shape[axis] == 1]
+        shared = [axis for axis, size in enumerate(d_bias.shape) if size == 1]
         return jnp.where(any_of(found, shared, keepdims=True), jnp.nan, d_bias)
 
     return once_if(any_of(bad), marked, vary_with(d_bias, (pairs, bad)))
