@@ -411,10 +411,10 @@ def marked_bias(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int, bad: 
 
 def _any_within(bad: Array, number: int, before: int | None, behind: int | None) -> Array:
     """For each of `number` places, whether a True is at most `before` before it and at most `behind` after it."""
-    length, place = bad.shape[-1], np.arange(number, dtype=np.int32)
     if before is None and behind is None:
         return any_of(bad, -1, keepdims=True)
-    index = np.arange(length, dtype=np.int32)
+    length, along_time = bad.shape[-1], (*(1,) * (bad.ndim - 1), -1)
+    place, index = (np.arange(n, dtype=np.int32).reshape(along_time) for n in (number, length))
     first = np.maximum(place - (number if before is None else before), 0)
     end = np.minimum(place + (length if behind is None else behind), length - 1)
     if behind is None:
@@ -422,4 +422,4 @@ def _any_within(bad: Array, number: int, before: int | None, behind: int | None)
     if before is None:
         return length - largest_of(jnp.where(bad, length - index, 0), -1, keepdims=True) <= end
     last = lax.cummax(jnp.where(bad, index, -1), axis=bad.ndim - 1)
-    return (last[..., np.maximum(end, 0)] >= first) & (end >= 0)
+    return (last[..., np.maximum(end, 0).ravel()] >= first) & (end >= 0)
