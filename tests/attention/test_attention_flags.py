@@ -1,4 +1,4 @@
-"""dot_product_attention where JAX refuses to promote ranks and dtypes."""
+"""dot_product_attention where JAX refuses to promote ranks and dtypes, and where it searches results for NaN."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, normals, random_inputs
+from attention_cases import attention, normals, random_inputs, replaced
 
 import masksafe
 from masksafe import attention_masks
@@ -109,3 +109,39 @@ def derivatives(given, implementation, has_second):
         return *first, forward, jax.jvp(slopes, inputs, inputs), jax.vjp(slopes, *inputs)[1](inputs)
 
     return results
+
+
+SEES = np.arange(S) < 5
+LENGTHS, OF_PAIRS = dict(key_value_seq_lengths=np.int32(5)), dict(mask=SEES)
+OF_BIAS = OF_PAIRS | dict(bias=np.where(SEES, np.float32(0.5), np.nan))
+# The batch, the number of queries, and the arguments. From 128 queries on a TPU would have a kernel of its own.
+EAGER = {
+    "many queries": ((2,), 128, LENGTHS | OF_BIAS),
+    "few queries": ((2,), T, LENGTHS),
+    "no batch": ((), T, OF_PAIRS),
+    "two axes of batch": ((2, 1), T, OF_BIAS),
+    "kernel of a user": ((2,), T, OF_BIAS | dict(implementation=of_user_with_a_mask)),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_nan_under_the_mask_is_no_alarm_in_eager_code(name, choose):
+    """Nor where it is kept for the reverse pass; and an unmasked one is an alarm."""
+    choose(attention=dict(most_weights_kept=0))
+    batch, number, given = EAGER[name]
+    query = normals(*batch, number, 2, H)
+    key = value = np.where(SEES[:, None, None], normals(*batch, S, 2, H), np.float32(np.nan))
+    names = [n for n in ("bias",) if n in given]
+
+    def loss(*floats):
+        return jnp.sum(attention(*floats[:3], **given | dict(zip(names, floats[3:], strict=True))))
+
+    floats = query, key, value, *(given[n] for n in names)
+    with jax.debug_nans(True):
+        gradients = jax.grad(loss, range(len(floats)))(*floats)
+        with pytest.raises(FloatingPointError):
+            loss(replaced(query, (..., 0, 0), np.nan), *floats[1:])
+    assert all(np.isfinite(x).all() for x in gradients)
+    for gradient in gradients[1:]:
+        hidden = ~SEES if gradient.ndim < 3 else ~SEES[:, None, None]
+        assert (np.where(hidden, gradient, 0) == 0).all()
