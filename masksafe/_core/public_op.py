@@ -10,7 +10,7 @@ from masksafe._core import compiler_faults, switches
 from masksafe._core.arguments import message
 from masksafe._core.typing import Function, Pytree
 
-# The parameters that may have their place; an op has at most one of them, or the two that stand together.
+# The parameters that may have their place: the first of them that an op has, or the two that stand together.
 _OURS = {
     "a": ("x",),
     "ddof": ("correction",),
@@ -18,16 +18,21 @@ _OURS = {
     "eps": ("epsilon",),
     "input": ("x", "a"),
     "keepdim": ("keepdims",),
+    "key_padding_mask": ("mask",),
     "mask": ("where",),
     "segment_ids": ("query_segment_ids and key_value_segment_ids",),
     "unbiased": ("correction",),
-    "weight": ("scale", "weights"),
+    "weight": ("scale", "class_weights", "weights"),
+    "weights": ("class_weights", "where"),
 }
 _HINTS = {
     "dtype": "Convert the array: masksafe.{op}(x.astype(dtype)). 16 bits are summed in float32 without it.",
     "initial": "Combine the result with it, as in jnp.maximum(masksafe.max(x), initial).",
+    "key_padding_mask": "There True masks, here it keeps: mask=~key_padding_mask[:, None, None, :].",
     "out": "JAX does not write into arrays: use the result.",
     "unbiased": "unbiased=True is correction=1, False is correction=0.",
+    "weights": "Weights of rows go to their mean, masksafe.mean({op}(...), weights=weights); those of 0 and 1 may be "
+    "where=weights != 0.",
 }
 
 
@@ -66,7 +71,7 @@ def _refuse_keywords(op: str, parameters: Set[str], keywords: Iterable[str]) -> 
         if name in parameters:
             continue
         ours = next((other for other in _OURS.get(name, ()) if parameters >= {*other.split(" and ")}), "")
-        if ours or name in _HINTS:
+        if ours or name in _HINTS.keys() - _OURS.keys():
             hint = _HINTS.get(name, "").format(op=op)
             expected = f"the keyword{'s' if ' and ' in ours else ''} {ours}" if ours else "no such keyword"
             raise TypeError(message(op, name, "a keyword of another library", expected, hint)) from None

@@ -164,6 +164,11 @@ def finding_nans() -> contextlib.AbstractContextManager[None]:
     return _finds_nans(True) if jax.config.jax_debug_nans else contextlib.nullcontext()  # type: ignore[attr-defined]
 
 
+def finds_nans() -> bool:
+    """Whether JAX searches the results of programs for NaN."""
+    return bool(_finds_nans.value)
+
+
 def may_compute_masked_rows() -> bool:
     """Whether masked rows may be computed and dropped: JAX must not look at their NaN on the way."""
-    return not (uses_plain_rules() or _finds_nans.value)
+    return not (uses_plain_rules() or finds_nans())

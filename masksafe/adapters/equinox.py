@@ -248,7 +248,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
           query: floats `[time, query_size]`.
           key_: floats `[keys, key_size]`.
           value: floats `[keys, value_size]`.
-          mask: booleans or numbers that broadcast to `[num_heads, time, keys]`; False and 0 are masked.
+          mask: booleans or integers that broadcast to `[num_heads, time, keys]`; False and 0 are masked. Floats are
+            refused: equinox would read 0 and -1e9, numbers to add to logits, the wrong way round.
           key: the random key for dropout.
           inference: whether to leave out dropout; by default as the layer says.
           deterministic: equinox's deprecated name of `inference`.
@@ -269,8 +270,11 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         sees_any = None
         if mask is not None:
             pairs = self.num_heads, time, keys
-            where = as_array(name, "mask", mask).astype(bool)  # equinox's masks may be numbers
-            mask = at_rank_of(name, "mask", where, pairs, "heads, queries and keys")
+            mask = as_array(name, "mask", mask)
+            if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
+                hint = "Write mask != 0; for numbers to add to the logits, 0 and -1e9, mask == 0."
+                raise TypeError(message(name, "mask", f"dtype {mask.dtype}", "booleans or integers", hint))
+            mask = at_rank_of(name, "mask", mask.astype(bool), pairs, "heads, queries and keys")
             sees_any, is_seen = (jnp.expand_dims(any_of(mask, axes), 1) for axes in ((0, 2), (0, 1)))
             # Before the projections, in whose gradients a NaN of a masked row would meet a cotangent of 0. Rows of 1,
             # since process_heads may have no derivative at 0.

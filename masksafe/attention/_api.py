@@ -141,7 +141,7 @@ def dot_product_attention(
       bias: floats that broadcast to `[B, N, T, S]`, added to the logits. -inf masks; a large negative number does not.
         Integers become floats; booleans are refused: pass them as `mask`.
       mask: booleans that broadcast to `[B, N, T, S]`; False is masked. Write a mask of each sample's keys, `[B, S]`,
-        as `mask[:, None, None, :]`.
+        as `mask[:, None, None, :]`, and one of its queries and keys, `[B, T, S]`, as `mask[:, None]`.
       scale: factor of the logits, a number or an array of one element, which gets a gradient; by default 1 / sqrt(H).
       is_causal: query t sees the keys up to t + `causal_offset`; with positions, those at its own position or before.
       query_seq_lengths: integers `[B]` in [0, T]; queries from this index on are masked. Lengths out of range are

@@ -108,6 +108,8 @@ def over_pairs(
     hint = ""
     if len(shape) == 2 and q.ndim == 4 and shape == (q.shape[0], k.shape[-3]):
         hint = f"For a mask of the keys of every sample write {argument}[:, None, None, :]."
+    elif len(shape) == 3 and q.ndim == 4 and shape == (q.shape[0], *target[-2:]):
+        hint = f"For one of the queries and keys of every sample write {argument}[:, None]."
     elif shape[-1:] == k.shape[-3:-2] != (num_keys,):
         hint = f"With axis_name, {argument} is of this device's queries and the keys of all devices."
     elif len(shape) > 1 and shape[-2:] == (q.shape[-2], k.shape[-2]):

@@ -21,6 +21,7 @@ from masksafe._core.masks import either
 from masksafe._core.per_device import along_devices
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import Devices
+from masksafe._core.switches import finds_nans
 from masksafe._core.typing import Array
 from masksafe.attention import _callable, _contract, _cudnn, _formula, _schedule, _splash
 from masksafe.attention._block import Rows
@@ -90,6 +91,17 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
     return q * scale, finite_or_zero(dq) * scale + 0 * dq + finite_or_zero(q) * d_scale
 
 
+@jax.custom_jvp
+def _nan_as_infinity(x: Array) -> Array:
+    """`x` with infinity for NaN, which is as bad, but under a mask no alarm; the derivative is the identity."""
+    return jnp.where(jnp.isnan(x), jnp.asarray(jnp.inf, x.dtype), x)
+
+
+@_nan_as_infinity.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _nan_as_infinity(*primals), tangents[0]
+
+
 def _attend_flattened(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
     """`attend` with the batch dimensions merged into one."""
     q, k, v = x[:3]
@@ -117,6 +129,8 @@ def _attend_flattened(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -
 
 def _by_platform(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
     """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`, wide, except an output that is rounded."""
+    if finds_nans():  # the reverse pass may keep these arrays
+        x = Operands(*jax.tree.map(_nan_as_infinity, x[:4]), x.captured)
     reason = None if kernels.splash is None else _splash.reason_against(plan, x, pairs, is_named=kernels.splash)
     if kernels.splash and reason is not None:
         raise ValueError(_splash.refusal(reason))

@@ -397,13 +397,13 @@ def seen_by(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int, queries: 
 
 
 def marked_bias(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int, bad: Array, d_bias: Array) -> Array:
-    """The cotangent of a bias `[B, N, T, S]`, NaN where a bad query `[B, K, G, T]` has an unmasked pair."""
+    """The cotangent of a bias `[B, N, T, S]`, or 1s, NaN where a bad query `[B, K, G, T]` has an unmasked pair."""
 
     def marked(d_bias: Array) -> Array:
         mask = all_unmasked(plan, pairs, num_queries, num_keys)
         found = bad[..., None] if mask is None else bad[..., None] & mask
         found = jnp.broadcast_to(found, (*bad.shape, num_keys)).reshape(bad.shape[0], -1, num_queries, num_keys)
-        shared = [axis for axis in (0, 1) if d_bias.shape[axis] == 1]
+        shared = [axis for axis, size in enumerate(d_bias.shape) if size == 1]
         return jnp.where(any_of(found, shared, keepdims=True), jnp.nan, d_bias)
 
     return once_if(any_of(bad), marked, vary_with(d_bias, (pairs, bad)))
@@ -411,10 +411,10 @@ def marked_bias(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int, bad: 
 
 def _any_within(bad: Array, number: int, before: int | None, behind: int | None) -> Array:
     """For each of `number` places, whether a True is at most `before` before it and at most `behind` after it."""
-    length, place = bad.shape[-1], np.arange(number, dtype=np.int32)
     if before is None and behind is None:
         return any_of(bad, -1, keepdims=True)
-    index = np.arange(length, dtype=np.int32)
+    length, along_time = bad.shape[-1], (*(1,) * (bad.ndim - 1), -1)
+    place, index = (np.arange(n, dtype=np.int32).reshape(along_time) for n in (number, length))
     first = np.maximum(place - (number if before is None else before), 0)
     end = np.minimum(place + (length if behind is None else behind), length - 1)
     if behind is None:
@@ -422,4 +422,4 @@ def _any_within(bad: Array, number: int, before: int | None, behind: int | None)
     if before is None:
         return length - largest_of(jnp.where(bad, length - index, 0), -1, keepdims=True) <= end
     last = lax.cummax(jnp.where(bad, index, -1), axis=bad.ndim - 1)
-    return (last[..., np.maximum(end, 0)] >= first) & (end >= 0)
+    return (last[..., np.maximum(end, 0).ravel()] >= first) & (end >= 0)

@@ -146,7 +146,7 @@ def below(lengths, size):
 
 
 QUERY = np.arange(6)[:, None]
-OF_SAMPLES = np.array([2, 5])
+OF_SAMPLES = np.int32([2, 5])
 
 
 def cases_of(S):

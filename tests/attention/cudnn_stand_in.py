@@ -104,13 +104,13 @@ def _results(structure, q, k, v, bias, lengths):
     x = structure.scale * jnp.einsum("btnh,bsnh->bnts", q.astype(wide), _by_query_head(k, q).astype(wide))
     if bias is not None:
         x += bias.astype(wide)
-    t, s = jnp.arange(x.shape[2])[:, None], jnp.arange(x.shape[3])
+    t, s = (jax.lax.broadcasted_iota(jnp.int32, (1, 1, *x.shape[2:]), axis) for axis in (2, 3))
     if structure.is_causal:
         x = jnp.where(s <= t, x, -1e30)
     if structure.left is not None:
         x = jnp.where(s >= t - structure.left, x, -1e30)
     if lengths is not None:
-        x = jnp.where(s < lengths[1][:, None, None, None], x, -1e30)
+        x = jnp.where(s < lengths[1].astype(jnp.int32)[:, None, None, None], x, -1e30)
     largest = jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), -1, keepdims=True)  # as the hardware's maximum does
     exps = jnp.exp(x - jax.lax.stop_gradient(largest))
     total = exps.sum(-1, keepdims=True)
@@ -124,5 +124,5 @@ def _by_query_head(x, q):
 
 
 def _unwritten_beyond(lengths, x):
-    is_written = jnp.arange(x.shape[1]) < lengths[:, None]
+    is_written = jnp.arange(x.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
     return jnp.where(is_written.reshape(*is_written.shape, *[1] * (x.ndim - 2)), x, jnp.asarray(UNWRITTEN, x.dtype))

@@ -179,6 +179,28 @@ def test_padded_queries_have_no_reverse_over_reverse_derivative_if_the_loss_has_
         assert_close([x[:, :4] for x in found[:3]], [x[:, :4] for x in clean[:3]])
 
 
+def test_the_cotangent_of_a_masked_gradient_is_in_no_second_derivative(form):
+    """A query, a key and its value, and elements of a bias are masked; an unmasked one shows."""
+    mask = np.broadcast_to(INDEX != 2, (6, 6)) & (INDEX != 4)[:, None] & ~np.eye(6, dtype=bool)
+    hidden = [(~mask.any(axis))[:, None, None] for axis in (1, 0, 0)] + [~mask]
+    args = *CLEAN.values(), np.float32([0.5])
+
+    @jax.jit
+    def reverse_over_reverse(directions):
+        loss = lambda *args: jnp.sum(jnp.sin(attention(*args[:4], mask, sinks=args[4])))  # noqa: E731
+        return jax.vjp(jax.grad(loss, range(5)), *args)[1]((*directions, args[4]))
+
+    directions = list(DIRECTIONS.values())
+    clean = reverse_over_reverse(directions)
+    for garbage in (np.nan, np.inf, -np.inf, 3e38):
+        dirty = [np.where(h, np.float32(garbage), d) for h, d in zip(hidden, directions, strict=True)]
+        assert_same_bits(reverse_over_reverse(dirty), clean)
+    for n in range(4):
+        seen = np.argwhere(~np.broadcast_to(hidden[n], directions[n].shape))[0]
+        bad = [*directions[:n], replaced(directions[n], tuple(seen), np.nan), *directions[n + 1 :]]
+        assert any(np.isnan(x).any() for x in reverse_over_reverse(bad))
+
+
 # Shapes.
 
 

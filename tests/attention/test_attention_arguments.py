@@ -52,6 +52,7 @@ def heads_first(**arguments):
 
 HEADS_FIRST = {n: x.swapaxes(1, 2) for n, x in zip(("query", "key", "value"), random_inputs(), strict=True)}
 SEGMENTS = dict(query_segment_ids=np.ones((2, 6), int), key_value_segment_ids=np.ones((2, 6), int))
+OF_THREE = dict(zip(("query", "key", "value"), random_inputs(3), strict=True))
 A_RANDOM_KEY = r"expected a random key. Make one by jax.random.key\(seed\)"
 TWO_KEYS, MASK_OF_3 = np.zeros((2, 2), np.uint32), attention_masks.prefix(np.arange(3))
 
@@ -65,6 +66,8 @@ BAD_ARGUMENTS = [
     (dict(key=np.ones((2, 7, 1, 4), jnp.bfloat16)), TypeError, "key: got dtype bfloat16"),
     (dict(query=np.ones((2, 6, 2, 4), np.int32)), TypeError, "query: got dtype int32"),
     (dict(mask=np.ones((2, 7), bool)), ValueError, r"mask\[:, None, None, :\]"),
+    (OF_THREE | dict(mask=np.ones((3, 6, 7), bool)), ValueError, r"queries and keys .* write mask\[:, None\]"),
+    (OF_THREE | dict(bias=np.ones((3, 6, 7))), ValueError, r"write bias\[:, None\]"),
     (dict(bias=np.ones((6, 7), np.complex64)), TypeError, "bias: got dtype complex64"),
     (HEADS_FIRST, ValueError, r"Time comes before heads.* jnp.swapaxes\(x, -3, -2\)"),
     (heads_first(mask=np.ones((2, 1, 6, 6), bool)), ValueError, "mask: got shape .* Time comes before heads"),

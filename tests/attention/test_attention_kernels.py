@@ -110,6 +110,44 @@ def test_value_and_gradients(name, kernel):
         assert_same_bits(run(inputs, dead), clean)
 
 
+# Of a bias: of all samples or heads, queries or keys.
+SHAPES = (), (S,), (2, 2, T, 1), (1, 2, 1, S)
+FORMS = {
+    "textbook": (textbook, lambda choose: None),
+    "jax.nn": (KERNELS["jax.nn"].implementation, lambda choose: None),
+    "kernels of a CPU": ("xla", lambda choose: choose(has_kernel_library=True, attention=ONE_BLOCK)),
+    "blocks": ("xla", cases.shrink_blocks),
+    "blocks of keys": ("xla", cases.decode_always),
+    "rows": ("xla", cases.by_rows),
+}
+ONE_BLOCK = dict(fewest_rows_of_kernels=1, fewest_rows_of_one_kernel=1)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_bias_broadcasts(name, choose):
+    """In values and gradients; where a query gets a NaN as cotangent, the bias of all pairs that it sees is NaN."""
+    implementation, adjust = FORMS[name]
+    adjust(choose)
+    attend = functools.partial(attention, is_causal=True, implementation=implementation)
+
+    run = with_gradients(attend)
+    inputs, d_out = random_inputs(S=S), normals(2, T, 2, 4, seed=6)
+    bad, live = replaced(d_out, (0, 3, 0, 1), np.nan), np.broadcast_to(causal(T, S), (2, 2, T, S))
+    sees_bad = np.zeros_like(live)
+    sees_bad[0, 0, 3, :4] = True
+    for shape in SHAPES:
+        bias = normals(*shape, seed=5)
+        (out, gradients), (_, of_bad) = (run((*inputs, bias), d) for d in (d_out, bad))
+        (expected, _), of_all = exact(*inputs, live, bias, d_out=d_out)
+        axes = tuple(axis for axis, size in enumerate((1,) * (4 - len(shape)) + shape) if size == 1)
+        of_all["bias"] = of_all["bias"].sum(axes, keepdims=True).reshape(shape)
+        of_all = [of_all[n] for n in (*INPUTS, "bias")]
+        values = jax.jit(attend)(*inputs, bias)
+        comparisons.assert_close((values, out, gradients), (expected, expected, of_all), 5e-5)
+        of_all[3] = np.where(sees_bad.any(axes, keepdims=True).reshape(shape), np.nan, of_all[3])
+        cases.assert_alike_where_finite(of_bad[3], of_all[3], 5e-5)
+
+
 # By a kernel and by the form in blocks, with a mask of pairs and a bias: two programs for many tests.
 
 MASK = cases.cases_of(S)["causal, aligned at the end"][1] & replaced(cases.cases_of(S)["pairs"][1], (1, 1), True)
@@ -222,17 +260,16 @@ def test_the_logsumexp_and_its_gradient():
 
 
 @pytest.mark.forms
-@pytest.mark.parametrize("name", ["textbook", "jax.nn"])
-def test_other_derivatives(name, choose):
+def test_other_derivatives(kernel, choose):
     choose(attention=dict(most_weights_kept=0))  # or the other form would be a kernel as well
     arguments, live = CASES["causal, dead rows"]
-    kernel, inputs, along = KERNELS[name], random_inputs(S=S), random_inputs(S=S, seed=3)
+    inputs, along = kernel.inputs(), kernel.inputs(seed=3)
     of = functools.partial(cases.other_derivatives, arguments)
     own, xla = (jax.jit(functools.partial(of, implementation)) for implementation in (kernel.implementation, "xla"))
     clean = own(inputs, along)
     kernel.assert_close(clean, xla(inputs, along), 5)
     assert_same_bits(own(poisoned(inputs, live, np.nan), along), clean)
-    assert_same_bits(own(inputs, poisoned(along, live, np.nan))[:2], clean[:2])
+    assert_same_bits(own(inputs, poisoned(along, live, np.nan)), clean)
 
 
 IN_AXES = (None, 2, 1), (1, 0, 0), (0, None, None), (4, 4, 4)

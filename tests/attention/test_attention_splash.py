@@ -241,6 +241,7 @@ def test_other_derivatives(name):
     clean = by_splash(inputs, along)
     assert_close(clean, by_xla(inputs, along), 1e-4)
     assert_same_bits(by_splash(poisoned(inputs, live, np.nan), along), clean)
+    assert_same_bits(by_splash(inputs, poisoned(along, live, np.nan)), clean)
 
 
 def mesh_of(kind):

@@ -35,6 +35,13 @@ X = np.ones((2, 3), np.float32)
         ("batch_norm", "mask", X > 0, "expected the keyword where"),
         ("standardize", "dim", 1, "expected the keyword axis"),
         ("l2_normalize", "eps", 1e-5, "expected the keyword epsilon"),
+        (
+            "dot_product_attention",
+            "key_padding_mask",
+            X > 0,
+            r"keyword mask\. There True masks.*~key_padding_mask\[:, None",
+        ),
+        ("softmax", "weights", X, r"keyword where\. .*masksafe\.mean\(softmax\(\.\.\.\), weights=weights\)"),
         ("dot_product_attention", "segment_ids", X > 0, "keywords query_segment_ids and key_value_segment_ids"),
     ],
 )
@@ -60,6 +67,15 @@ def test_names_of_other_libraries_are_not_ours():
     for name, ours in masksafe.losses._OURS.items():
         assert not hasattr(masksafe.losses, name)
         assert ours.split(",")[0].split()[0] in masksafe.losses.__all__
+
+
+@pytest.mark.parametrize("keyword", ["weight", "weights"])
+def test_weights_of_a_loss_are_of_classes_or_of_its_mean(keyword):
+    op = "softmax_cross_entropy_with_integer_labels"
+    for name, way_out in ((op, "class_weights"), ("squared_error", "where")):
+        if keyword == "weights" or way_out == "class_weights":
+            with pytest.raises(TypeError, match=f"^{name}: {keyword}: got .* expected the keyword {way_out}"):
+                getattr(masksafe.losses, name)(X, X, **{keyword: X})
 
 
 def test_other_keywords_are_refused_as_by_any_function():
