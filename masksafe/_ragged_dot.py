@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from masksafe._core import label_checks, sharding
@@ -13,7 +20,7 @@ from masksafe._core.linear import finite_or_zero, nan_unless_finite
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, DType, Pytree, jitted
+from masksafe._core.typing import Array, ArrayLike, Arrays, DType, Pytree, jitted
 
 _OP = "ragged_dot"
 
@@ -116,15 +123,75 @@ def _in_groups(x: Array, sizes: Array) -> Array:
     lambda dtype, x, w, sizes: jnp.einsum("gmk,gkn->mn", _in_groups(x, sizes), widened(w)).astype(dtype)
 )
 def _rows(dtype: DType, x: Array, w: Array, sizes: Array) -> Array:
-    return lax.ragged_dot(x, w, sizes, preferred_element_type=dtype)
+    return _grouped(_Product(dtype, contracted=1, groups=(0,), folds=((0, 0), (2, 1))), x, w, sizes)
 
 
 @with_derivatives_of(
     lambda dtype, x, y, sizes: jnp.einsum("gmk,gmn->gkn", _in_groups(x, sizes), _in_groups(y, sizes)).astype(dtype)
 )
 def _matrices(dtype: DType, x: Array, y: Array, sizes: Array) -> Array:
-    dimensions = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
-    return lax.ragged_dot_general(x, y, sizes, dimensions, preferred_element_type=dtype)
+    return _grouped(_Product(dtype, contracted=0, groups=(), folds=((1, 1), (1, 2))), x, y, sizes)
+
+
+class _Product(NamedTuple):
+    """A product whose rows, the first axis of the left operand, lie in groups."""
+
+    dtype: DType
+    contracted: int  # an axis of both operands
+    groups: tuple[int, ...]  # the axis of the right operand that numbers them; else they are the result's first axis
+    folds: tuple[tuple[int, int], ...]  # of each operand an axis that has room for samples, and that of the result
+
+    def of(self, samples: int, x: Array, y: Array, sizes: Array) -> Array:
+        """The product; if `samples` is 1, that of each sample, which the first axis of all arrays numbers."""
+        contracted, sample, axis = [self.contracted + samples], [0] * samples, 0 if self.groups else samples
+        numbers = (contracted, contracted), (sample, sample)
+        dimensions = lax.RaggedDotDimensionNumbers(numbers, [samples], [g + samples for g in self.groups])
+        split = None
+        for kind in (jax.typeof(a).sharding for a in (x, y, sizes)):
+            if AxisType.Explicit in kind.mesh.axis_types:  # JAX asks how the result is split
+                split = NamedSharding(kind.mesh, PartitionSpec(*[None] * axis, *kind.spec[:samples]))
+        options: dict[str, Any] = {"preferred_element_type": self.dtype, "out_sharding": split}
+        return jnp.moveaxis(lax.ragged_dot_general(x, y, sizes, dimensions, **options), axis, 0)
+
+
+def _grouped(product: _Product, *args: Array) -> Array:
+    """The product. JAX has a rule for `jax.vmap` only if it maps all arguments along their first axis, and once."""
+    of_one, of_each = (custom_vmap(functools.partial(product.of, samples)) for samples in (0, 1))
+
+    @of_one.def_vmap
+    def _(number: int, are_mapped: Sequence[bool], *args: Array) -> tuple[Array, bool]:
+        if sum(are_mapped) > 1 or are_mapped[2] or any(map(sharding.is_sharded, args)):
+            return of_each(*_samples(number, are_mapped, args)), True
+        # The samples of one operand extend one of its axes, and one of the result. Rows of one number lie together.
+        *operands, sizes = args
+        i = are_mapped.index(True)
+        axis, to = product.folds[i]
+        size = operands[i].shape[axis + 1]
+        operands[i] = _merged(jnp.moveaxis(operands[i], 0, axis + 1), axis)
+        out = of_one(*operands, sizes if axis else sizes * number)
+        return jnp.moveaxis(out.reshape(*out.shape[:to], size, number, *out.shape[to + 1 :]), to + 1, 0), True
+
+    @of_each.def_vmap
+    def _(number: int, are_mapped: Sequence[bool], *args: Array) -> tuple[Array, bool]:
+        samples = _samples(number, are_mapped, args)
+        out = of_each(*(_merged(a, 0) for a in samples))
+        return out.reshape(*samples[0].shape[:2], *out.shape[1:]), True
+
+    return of_one(*args)
+
+
+def _samples(number: int, are_mapped: Sequence[bool], args: Arrays) -> Sequence[Array]:
+    """The arrays of each sample, split over devices as in one of the arguments."""
+    arrays = [a if m else jnp.broadcast_to(a, (number, *a.shape)) for a, m in zip(args, are_mapped, strict=True)]
+    split = next((jax.typeof(a).sharding for a in arrays if sharding.is_sharded(a)), None)
+    if split is None:
+        return arrays
+    return [jax.sharding.reshard(a, NamedSharding(split.mesh, PartitionSpec(split.spec[0]))) for a in arrays]
+
+
+def _merged(x: Array, axis: int) -> Array:
+    """`x` with an axis and the next one as one."""
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def _forward(dtype: DType, x: Array, w: Array, sizes: Array) -> tuple[Array, Pytree]:

@@ -1,6 +1,8 @@
 """ragged_dot: what its sizes mean, and what JAX's own op leaves open."""
 
 import contextlib
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -78,11 +80,123 @@ def test_sizes_that_do_not_fit_are_nan_from_their_group_on(sizes, first_bad_row)
         masksafe.ragged_dot(X, W, sizes)
 
 
-def test_a_vmap_over_all_arguments():
-    x, w, sizes = np.stack([X, -X]), np.stack([W, W[::-1]]), np.stack([SIZES, SIZES[::-1]])
-    out = jax.vmap(masksafe.ragged_dot)(x, w, sizes)
-    for got, *args in zip(out, x, w, sizes, strict=True):
-        np.testing.assert_allclose(got, masksafe.ragged_dot(*args), rtol=1e-5, atol=1e-6)
+def dense(x, w, sizes):
+    """Each row times the matrix of its group; 0 in the padding."""
+    ends = jnp.cumsum(sizes)
+    row = jnp.arange(x.shape[0])[:, None]
+    group = jnp.minimum(jnp.sum(row >= ends, 1), len(ends) - 1)
+    is_row = row < ends[-1]
+    return jnp.where(is_row, jnp.einsum("mk,mkn->mn", jnp.where(is_row, x, 0), w[group]), 0)
+
+
+def total(op, x, w, sizes):
+    return jnp.sum(jnp.sin(op(x, w, sizes)))
+
+
+def assert_are_those_of_the_definition(results_of, clean, *dirty):
+    """The results of one program for garbage as well."""
+    program = jax.jit(functools.partial(results_of, masksafe.ragged_dot))
+    results, expected = program(*clean), jax.jit(functools.partial(results_of, dense))(*clean)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, results, expected)
+    for args in dirty:
+        jax.tree.map(np.testing.assert_array_equal, program(*args), results)
+
+
+def derivatives(op, x, w, sizes):
+    loss, both = functools.partial(total, op), (0, 1)
+    first = jax.grad(loss, both)(x, w, sizes), jax.jacrev(op, both)(x, w, sizes)
+    second = jax.hessian(loss, both)(x, w, sizes), jax.jacrev(jax.jacrev(loss, both), both)(x, w, sizes)
+    with masksafe.forward_mode():
+        forward = jax.jacfwd(op, both)(x, w, sizes)
+        return first, second, forward, jax.jvp(lambda x, w: op(x, w, sizes), (x, w), (x * 2, w + 1))
+
+
+def test_derivatives_of_every_kind():
+    assert_are_those_of_the_definition(derivatives, (X, W, SIZES), (POLLUTED, WITH_BAD_EMPTY, SIZES))
+
+
+# Samples: each has three rows of padding.
+MANY_SIZES = np.stack([SIZES, [0, 1, 1, 7, 0], [2, 2, 2, 2, 1]])
+MANY_X, MANY_W = (RNG.normal(size=(3, *a.shape)).astype(np.float32) for a in (X, W))
+MANY_POLLUTED = np.where(np.arange(ROWS)[:, None] < SIZES.sum(), MANY_X, np.nan)
+AXES = [axes for axes in itertools.product((0, None), repeat=3) if any(axis == 0 for axis in axes)]
+
+
+def in_a_vmap(op, x, w, sizes):
+    """Of some arguments, with gradients inside and around it; second derivatives of shared sizes."""
+    found = []
+    for axes in AXES:
+        args = [a if axis == 0 else a[0] for a, axis in zip((x, w, sizes), axes, strict=True)]
+        of_all = lambda *args: jnp.sum(jnp.sin(jax.vmap(op, axes)(*args)))  # noqa: B023, E731
+        gradients = jax.grad(of_all, (0, 1))
+        inside = jax.vmap(jax.grad(functools.partial(total, op), (0, 1)), axes)(*args)
+        found.append((jax.vmap(op, axes)(*args), inside, gradients(*args)))
+        if axes[2] is None:
+            found.append(jax.jvp(lambda x, w: gradients(x, w, args[2]), args[:2], args[:2]))  # noqa: B023
+    return found
+
+
+def test_a_vmap_of_some_arguments():
+    args = MANY_X, MANY_W, MANY_SIZES
+    assert_are_those_of_the_definition(in_a_vmap, args, (MANY_POLLUTED, *args[1:]))
+
+
+def test_a_vmap_of_a_vmap():
+    def results(op, x, w, sizes):
+        gradients = jax.grad(functools.partial(total, op), (0, 1))
+        of_rows = jax.vmap(jax.vmap(gradients, (0, None, None)), (0, 0, 0))
+        of_matrices = jax.vmap(jax.vmap(gradients, (None, 0, None)), (0, None, None))
+        of_each = jax.vmap(jax.vmap(gradients), (None, 0, None))
+        x_of_each, w_of_each = (jnp.stack([a, a[::-1], a]) for a in (x, w))
+        return (
+            of_rows(x_of_each, w, sizes),
+            of_matrices(x, w, sizes[0]),
+            of_each(x, w_of_each, sizes),
+        )
+
+    assert_are_those_of_the_definition(results, (MANY_X, MANY_W, MANY_SIZES), (MANY_POLLUTED, MANY_W, MANY_SIZES))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_a_vmap_stays_one_product_of_an_accelerator(platform):
+    def of_rows(x, w, sizes):
+        gradients = jax.grad(functools.partial(total, masksafe.ragged_dot), (0, 1))
+        return jax.vmap(masksafe.ragged_dot, (0, None, None))(x, w, sizes), gradients(x[0], w, sizes)
+
+    rows = jax.export.symbolic_shape("rows")
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, *rows, WIDTH), W.shape)]
+    args.append(jax.ShapeDtypeStruct(SIZES.shape, jnp.int32))
+    text = jax.export.export(jax.jit(of_rows), platforms=[platform])(*args).mlir_module()
+    assert text.count('composite "chlo.ragged_dot"') == 4  # of all samples; of one the value and both gradients
+
+
+def test_a_vmap_of_nothing():
+    assert jax.vmap(masksafe.ragged_dot, (0, None, None))(MANY_X[:0], W, SIZES).shape == (0, ROWS, OUT)
+    out = jax.vmap(masksafe.ragged_dot, (0, None, None))(MANY_X[..., :0], W[:, :0], SIZES)
+    np.testing.assert_array_equal(out, np.zeros((3, ROWS, OUT)))
+
+
+@pytest.mark.parametrize("place", ["arguments", "samples"])
+def test_whole_arrays_and_samples_on_an_explicit_mesh(place):
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Explicit,))
+    on_mesh = lambda a, spec: jax.device_put(a, jax.NamedSharding(mesh, spec))  # noqa: E731
+    is_whole = place == "arguments"
+    args, axes = (X, W, SIZES) if is_whole else (MANY_X, W, MANY_SIZES), (0, None, 0)
+
+    def results(op, *args):
+        mapped = op if is_whole else jax.vmap(op, axes)
+        value = mapped(*args)
+        loss = functools.partial(total, mapped)
+        return value, jax.grad(loss, (0, 1))(*args), (jax.hessian if is_whole else jax.grad)(loss)(*args)
+
+    expected = jax.jit(functools.partial(results, dense))(*args)
+    with jax.set_mesh(mesh):
+        specs = [PartitionSpec(*["data"][: axis == 0 and not is_whole]) for axis in axes]
+        found = jax.jit(functools.partial(results, masksafe.ragged_dot))(*map(on_mesh, args, specs))
+    if not is_whole:
+        assert jax.typeof(found[0]).sharding.spec[0] == "data"
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
 
 
 def test_no_rows_no_width_and_no_groups():

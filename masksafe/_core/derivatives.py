@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from masksafe._core import platforms
 from masksafe._core.linear import nan_unless_zero
 from masksafe._core.masks import masks_rows, selected
-from masksafe._core.sharding import Shardings, are_whole, vary_alike, zeros_of_types
+from masksafe._core.sharding import Shardings, are_whole, vary_alike, vary_with, zeros_of_types
 from masksafe._core.switches import may_compute_masked_rows, uses_plain_rules
 from masksafe._core.typing import Array, Axes, Function, Pytree, Tree, jitted
 
@@ -56,10 +56,11 @@ def rule(
     @jitted(*static_argnums)
     @functools.wraps(forward)
     def op(*args: Pytree) -> _Result:
+        args = vary_alike(args)
         if uses_plain_rules():
             return (plain or value_of)(*args)
         # If JAX refuses forward mode after this call, its traceback shows only the next line of masksafe.
-        return with_rule(*vary_alike(args))  # forward mode needs `with masksafe.forward_mode():`
+        return with_rule(*args)  # forward mode needs `with masksafe.forward_mode():`
 
     return op  # type: ignore[return-value]
 
@@ -138,13 +139,15 @@ def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
             leaves, tree = jax.tree.flatten(primals)
             leaf_tangents = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
             active = [i for i, t in enumerate(leaf_tangents) if not isinstance(t, SymbolicZero)]
+            results = op(config, *primals)
 
             def plain_of_active(*values: Array) -> Pytree:
                 new = dict(zip(active, values, strict=True))
-                return plain(config, *jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)]))
+                found = plain(config, *jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)]))
+                return jax.tree.map(vary_with, found, results)  # as tangents have to
 
             values, active_tangents = ([a[i] for i in active] for a in (leaves, leaf_tangents))
-            return op(config, *primals), jax.jvp(plain_of_active, values, active_tangents)[1]
+            return results, jax.jvp(plain_of_active, values, active_tangents)[1]
 
         return functools.wraps(kernel)(op)  # type: ignore[return-value]
 
@@ -180,15 +183,19 @@ def without_mask_of_rows(where: Array | None, axes: Axes, *arrays: Array) -> tup
     return [masked_in_derivatives(x, where) for x in arrays], None
 
 
-@jax.custom_jvp
-def masked_in_derivatives(x: Array, where: Array | None) -> Array:
+def masked_in_derivatives(x: Array, where: Array) -> Array:
     """`x` unchanged; only its derivatives, of any order, are replaced by 0 at masked elements."""
+    return _masked_in_derivatives(*vary_alike((x, where)))
+
+
+@jax.custom_jvp
+def _masked_in_derivatives(x: Array, where: Array) -> Array:
     return x
 
 
-@masked_in_derivatives.defjvp
+@_masked_in_derivatives.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
-    return masked_in_derivatives(*primals), selected(tangents[0], primals[1])
+    return _masked_in_derivatives(*primals), selected(tangents[0], primals[1])
 
 
 def computed_once(x: Array) -> Array:

@@ -12,6 +12,7 @@ from masksafe._core import arguments, label_checks, precision
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import either, read_mask, selected
 from masksafe._core.public_op import public_op
+from masksafe._core.sharding import vary_with
 from masksafe._core.typing import Array, ArrayLike, jitted
 from masksafe._softmax import log_softmax
 from masksafe.losses._labelled import elements_at
@@ -221,7 +222,7 @@ def _scan_frames(
     for_labels = elements_at(log_probs, jnp.broadcast_to(labels, (log_probs.shape[0], batch, length)))
     # Masked frames are not used, but their -inf would make derivatives NaN.
     for_labels, for_blank = (selected(x, frames[..., None]) for x in (for_labels, log_probs[..., blank_id, None]))
-    log_zero = jnp.zeros_like(log_probs[:1, :, :1]).sum(0) + log_epsilon
+    log_zero = vary_with(jnp.zeros_like(log_probs[:1, :, :1]).sum(0) + log_epsilon, (labels, frames))
     first_blank = jnp.where(jnp.arange(length + 1) == 0, 0, jnp.broadcast_to(log_zero, (batch, length + 1)))
     first = _State(first_blank, jnp.broadcast_to(log_zero, (batch, length)))
     return lax.scan(step, first, (for_blank, for_labels, frames))
