@@ -195,11 +195,18 @@ def on_cpu_or_elsewhere(on_cpu: Callable[..., Tree], elsewhere: Callable[..., Tr
     return by_platform(elsewhere, *args, cpu=on_cpu)
 
 
-def on_one_device(kernel: Callable[..., Tree], otherwise: Callable[..., Tree], likes: Tree, *args: Pytree) -> Tree:
-    """`kernel(*args)` in a program for one TPU, or for each TPU by itself, as inside `jax.shard_map`.
+def on_one_device(
+    kernel: Callable[..., Tree],
+    otherwise: Callable[..., Tree],
+    can_run: Callable[[], bool],
+    likes: Tree,
+    *args: Pytree,
+) -> Tree:
+    """`kernel(*args)` in a program for one TPU, or for each TPU by itself, as inside `jax.shard_map`, if it can run.
 
     The compiler cannot split a kernel over devices: there it is `otherwise(*args)`. The number of devices is known when
-    the program is lowered, and only then is one of the two traced. The results have the types of `likes`.
+    the program is lowered, and only then is `can_run` asked, and one of the two traced. The results have the types of
+    `likes`.
     """
     leaves, tree = jax.tree.flatten(args)
     like_leaves, result_tree = jax.tree.flatten(likes)
@@ -209,20 +216,27 @@ def on_one_device(kernel: Callable[..., Tree], otherwise: Callable[..., Tree], l
 
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     static = {"number": len(like_leaves), "interprets": bool(choices().interprets), "precision": precision}
-    fns = {"kernel": flat(kernel), "otherwise": flat(otherwise)}
+    fns = {"kernel": flat(kernel), "otherwise": flat(otherwise), "can_run": can_run}
     results = _on_one_device.bind(*leaves, *like_leaves, **fns, **static)
     return jax.tree.unflatten(result_tree, results)
 
 
 def _lower_on_one_device(
-    ctx: Pytree, *operands: Pytree, kernel: Pytree, otherwise: Pytree, interprets: bool, precision: Pytree, **_: Pytree
+    ctx: Pytree,
+    *operands: Pytree,
+    kernel: Pytree,
+    otherwise: Pytree,
+    can_run: Callable[[], bool],
+    interprets: bool,
+    precision: Pytree,
+    **_: Pytree,
 ) -> Pytree:
     context = ctx.module_context.axis_context
     if isinstance(context, mlir.SPMDAxisContext):
         is_one = set(context.mesh.axis_names) == context.manual_axes | set(context.mesh.manual_axes)
     else:
         is_one = getattr(context, "num_devices", 1) == 1
-    if not (interprets and is_one):
+    if not (interprets and is_one and can_run()):
         return mlir.lower_fun(otherwise)(ctx, *operands)
 
     def traced() -> Pytree:
@@ -244,7 +258,7 @@ def _lower_on_one_tpu(ctx: Pytree, *operands: Pytree, interprets: bool, **params
 _on_one_device = Primitive("on_one_device")
 _on_one_device.multiple_results = True
 _on_one_device.def_abstract_eval(lambda *avals, number, **_: list(avals[-number:]))
-_on_one_device.def_impl(lambda *args, kernel, **_: kernel(*args))
+_on_one_device.def_impl(lambda *args, kernel, otherwise, can_run, **_: (kernel if can_run() else otherwise)(*args))
 mlir.register_lowering(_on_one_device, _lower_on_one_device)
 mlir.register_lowering(_on_one_device, _lower_on_one_tpu, platform="tpu")
 

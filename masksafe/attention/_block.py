@@ -71,9 +71,15 @@ def attend(plan: Plan, q: Array, k: Array, v: Array, block: Block, *, has_all_ke
 
 
 def exponentials(x: Array) -> tuple[Array, Array, Array]:
-    """exp(x - m) of logits, 0 in a row without keys; and the largest logit and the sum of exponentials of a row."""
+    """exp(x - m) of logits, 0 in a row without keys; and the largest logit and the sum of exponentials of a row.
+
+    A NaN has no part in what is computed: XLA for a CPU gives -inf as the maximum of NaN alone, and any number as the
+    exp of a NaN that it knows from a selection.
+    """
+    is_nan = jnp.isnan(x)
+    x = jnp.where(is_nan, 0, x)
     m = lax.stop_gradient(jnp.max(x, -1, keepdims=True))
-    exps = jnp.exp(x - shift_of(m))
+    exps = jnp.where(is_nan, jnp.nan, jnp.exp(x - shift_of(m)))
     return exps, m, jnp.sum(exps, -1, keepdims=True)
 
 
@@ -184,7 +190,8 @@ def _weights(x: Array, plan: Plan, rows: Rows, block: Block) -> tuple[Array, Pul
         x = jnp.where(x < jnp.inf, x, 0)  # only a bad query, or one without a cotangent, has a NaN or infinity
     x = _masked(x, block)
     if rows.m is not None and rows.l is not None:
-        return jnp.exp(x - rows.m) * (1 / rows.l), pull_back_adjustments
+        exps = jnp.where(jnp.isnan(x), jnp.nan, jnp.exp(x - rows.m))  # as in `exponentials`
+        return exps * (1 / rows.l), pull_back_adjustments
     exps, _, l = exponentials(x)
     return _selected(
         exps / divisor_of_exponentials(l), block

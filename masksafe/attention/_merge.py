@@ -44,12 +44,8 @@ class Partial(NamedTuple):
         return Partial(self.o * decay + other.o * growth, m, self.l * decay + other.l * growth)
 
     def divided(self) -> Partial:
-        """With the output in place of the sum, and an `l` of 1 for a query that sees no key.
-
-        A bad query has a NaN as its largest logit. The NaN is taken from there: in XLA's CPU compiler of jax 0.12 the
-        exponential of a NaN that was selected in the same loop is a number.
-        """
-        l = jnp.where(jnp.isnan(self.m), self.m, jnp.where(self.l == 0, 1, self.l))
+        """With the output in place of the sum, and an `l` of 1 for a query that sees no key."""
+        l = jnp.where(self.l == 0, 1, self.l)
         return Partial(self.o / l, self.m, l)
 
     def multiplied(self) -> Partial:

@@ -14,6 +14,7 @@ JAX's own rule for the kernels has no gradient of the logsumexp. So their functi
 import functools
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms
+from masksafe._core import call_site, platforms
 from masksafe._core.arguments import message
 from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.sharding import has_symbolic_size
@@ -93,6 +94,24 @@ def has_functions() -> bool:
     return found == _PARAMETERS
 
 
+def _can_run() -> bool:
+    """`has_functions`, asked where a program is lowered for a TPU: there a user should know what blocks cost."""
+    if not has_functions():
+        _warn()
+    return has_functions()
+
+
+@functools.cache  # once
+def _warn() -> None:
+    text = (
+        f"jax {jax.__version__} has other kernels of splash attention than this version of masksafe calls. So "
+        "dot_product_attention takes blocks in programs for a TPU, which move up to ten times the bytes. Install a "
+        "newer masksafe, or jax 0.12; or pass a kernel of your own as `implementation`."
+    )
+    frame = call_site.frame_of_user()
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
 def _kernels() -> Any:
     return importlib.import_module(_PATH + "kernel")  # when a program is lowered for a TPU: it takes half a second
 
@@ -126,9 +145,9 @@ def _by_kernels(kernels: Callable[..., Any], in_blocks: Callable[..., Any], like
     """A function of arrays `[B, ...]` that calls kernels where they can run; its results have the types of `likes`."""
 
     def run(*args: Any) -> Any:
-        return kernels(*args) if has_functions() else in_blocks(*args)
+        return platforms.on_one_device(kernels, in_blocks, _can_run, likes(*args), *args)
 
-    return _contract.over_merged_batch(lambda *args: platforms.on_one_device(run, in_blocks, likes(*args), *args))
+    return _contract.over_merged_batch(run)
 
 
 def _attend_to(config: Config, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Array, Array]:

@@ -346,16 +346,28 @@ def test_named_where_it_cannot_run_it_is_refused(for_users):
         lowered(splash, x, x, x)
 
 
-def test_private_functions(for_users, monkeypatch):
-    """Those of splash have the parameters that are passed. A jax with others has the form in blocks."""
-    x = jax.ShapeDtypeStruct((3, *X.shape[1:]), X.dtype)  # JAX keeps what it has lowered for X
+@pytest.fixture
+def of_another_jax(for_users, monkeypatch):
+    """Splash attention seems to have other parameters than are passed."""
     assert _splash.has_functions()
     monkeypatch.setattr(_splash, "_PARAMETERS", _splash._PARAMETERS | {"bwd_dq": "q k v"})
-    _splash.has_functions.cache_clear()
-    try:
-        assert "tpu_custom_call" not in lowered(gradients, x, x, x)
-        with pytest.raises(ValueError, match="this version of JAX has other kernels"):
-            jax.eval_shape(splash, x, x, x)
-    finally:
-        monkeypatch.undo()
-        _splash.has_functions.cache_clear()
+    caches = _splash.has_functions.cache_clear, _splash._warn.cache_clear
+    for clear in caches:
+        clear()
+    yield
+    monkeypatch.undo()
+    for clear in caches:
+        clear()
+
+
+def test_a_jax_with_other_kernels_has_blocks_and_a_program_for_a_tpu_warns_of_it_once(of_another_jax):
+    x = jax.ShapeDtypeStruct((3, *X.shape[1:]), X.dtype)  # JAX keeps what it has lowered for X
+    export = lambda fn, platform: jax.export.export(jax.jit(fn), platforms=[platform])(x, x, x)  # noqa: E731
+    export(gradients, "cpu")  # a warning is an error here
+    with pytest.warns(UserWarning, match="other kernels of splash attention.*Install a newer masksafe") as found:
+        program = export(gradients, "tpu")
+    assert [warning.filename for warning in found] == [__file__]
+    assert "tpu_custom_call" not in program.mlir_module()
+    export(lambda q, k, v: 2 * gradients(q, k, v)[0], "tpu")
+    with pytest.raises(ValueError, match="this version of JAX has other kernels"):
+        jax.eval_shape(splash, x, x, x)
