@@ -130,7 +130,8 @@ def _attend_flattened(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -
 def _by_platform(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
     """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`, wide, except an output that is rounded."""
     if finds_nans():  # the reverse pass may keep these arrays
-        x = Operands(*jax.tree.map(_nan_as_infinity, x[:4]), x.captured)
+        q, k, v, bias = jax.tree.map(_nan_as_infinity, x[:4])
+        x = x._replace(q=q, k=k, v=v, bias=bias)
     reason = None if kernels.splash is None else _splash.reason_against(plan, x, pairs, is_named=kernels.splash)
     if kernels.splash and reason is not None:
         raise ValueError(_splash.refusal(reason))

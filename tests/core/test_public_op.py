@@ -69,13 +69,15 @@ def test_names_of_other_libraries_are_not_ours():
         assert ours.split(",")[0].split()[0] in masksafe.losses.__all__
 
 
-@pytest.mark.parametrize("keyword", ["weight", "weights"])
-def test_weights_of_a_loss_are_of_classes_or_of_its_mean(keyword):
-    op = "softmax_cross_entropy_with_integer_labels"
-    for name, way_out in ((op, "class_weights"), ("squared_error", "where")):
-        if keyword == "weights" or way_out == "class_weights":
-            with pytest.raises(TypeError, match=f"^{name}: {keyword}: got .* expected the keyword {way_out}"):
-                getattr(masksafe.losses, name)(X, X, **{keyword: X})
+def test_weights_of_a_loss_are_of_classes_or_of_its_mean():
+    of_classes, of_rows = "softmax_cross_entropy_with_integer_labels", "squared_error"
+    for op, keyword, ours in (
+        (of_classes, "weight", "class_weights"),
+        (of_classes, "weights", "class_weights"),
+        (of_rows, "weights", "where"),
+    ):
+        with pytest.raises(TypeError, match=f"^{op}: {keyword}: got .* expected the keyword {ours}"):
+            getattr(masksafe.losses, op)(X, X, **{keyword: X})
 
 
 def test_other_keywords_are_refused_as_by_any_function():
