@@ -63,8 +63,8 @@ def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Arr
             raise ValueError(arguments.message(op, "targets", f"shape {targets.shape}", expected))
         axes = (len(shape) - 1,)
         mask = read_mask(op, where, shape, "the input", "elements or rows", axes)
-        dtype = precision.float_dtype(jnp.result_type(scores, targets))
-        scores, targets = (jnp.broadcast_to(x, shape) for x in (scores, targets))
+        dtype = precision.float_dtype(precision.promoted(scores, targets))
+        scores, targets = (jnp.broadcast_to(x, shape) for x in precision.with_wide_numbers(scores, targets))
         s = precision.widened(selected(scores, mask))
 
         if mask is None or mask.shape[-1] == 1:  # only whole rows are masked: max_fun need not take a mask

@@ -73,7 +73,7 @@ def ranking_softmax_loss(
     shapes = {"logits": logits.shape, "labels": labels.shape}
     shape = broadcast_shapes(op, **shapes, **({} if weights is None else {"weights": weights.shape}))
     mask = read_mask(op, where, shape, "logits and labels together")
-    dtype = logits.dtype if weights is None else jnp.result_type(logits.dtype, weights)
+    dtype = logits.dtype if weights is None else precision.promoted(logits.dtype, weights)
 
     if not is_soft(labels):
         labels = labels.astype(precision.wide_dtype(logits.dtype))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from masksafe._core import arguments, label_checks, row_blocks, unfolded
 from masksafe._core.derivatives import computed_once
 from masksafe._core.masks import read_mask, selected
+from masksafe._core.precision import promoted
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, Axis, Pytree, jitted
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
@@ -305,7 +306,7 @@ def _cosine(
 def _evaluate_cosine(
     as_distance: bool, axes: Axes, a: Array, b: Array, epsilon: ArrayLike, where: Array | None
 ) -> Array:
-    shape, dtype = jnp.broadcast_shapes(a.shape, b.shape), jnp.result_type(a.dtype, b.dtype, epsilon)
+    shape, dtype = jnp.broadcast_shapes(a.shape, b.shape), promoted(a.dtype, b.dtype, epsilon)
     terms = lambda a, b: (a * b, jnp.square(a), jnp.square(b))  # noqa: E731
     product, square_a, square_b = row_blocks.sums_over_rows(terms, broadcast_alike((a, b), shape), where, axes)
     unmasked_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from masksafe._core import row_blocks, sharding
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import read_mask, selected
+from masksafe._core.precision import promoted, with_wide_numbers
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, DType, Pytree, jitted
 from masksafe._core.unfolded import number_of, sum_of
@@ -71,7 +72,7 @@ def ntxent(
         raise ValueError(message(op, "labels", f"shape {labels.shape}", f"{z.shape[:1]}, the batch of embeddings"))
     mask = read_mask(op, where, z.shape, "the input", "elements or rows", (1,))
     mask = None if mask is None else jnp.broadcast_to(mask, z.shape)
-    dtype = jnp.result_type(z.dtype, temperature)
+    dtype = promoted(z.dtype, temperature)
 
     # The first sample of a pair is split over devices like the batch; the second is gathered on all devices.
     batch = jax.typeof(z).sharding.spec[0] if sharding.is_sharded(z) else None
@@ -176,7 +177,7 @@ def triplet_margin_loss(
     mask = read_mask(op, where, shape, "the input", "elements or rows", axes)
     a, p, n = arrays.values()
     distances = jnp.result_type(a, p), jnp.result_type(a, n)
-    dtype = jnp.result_type(*distances, norm_degree, margin, eps)
+    dtype = promoted(*distances, norm_degree, margin, eps)
     known_degree = norm_degree if isinstance(norm_degree, int) else None  # powers of a known integer are products
     vectors, degree = broadcast_alike(arrays.values(), shape), jnp.asarray(norm_degree)
     return _evaluate_triplets(axes, dtype, known_degree, vectors, mask, degree, margin, eps)
@@ -202,5 +203,5 @@ def _evaluate_triplets(
     # In an empty row eps is 1, where the derivative of the root of a sum of 0 is finite, and gets no derivative.
     eps = selected(jnp.asarray(eps, sums[0].dtype), unmasked_rows, 1)
     to_positive, to_negative = (jnp.power(jnp.squeeze(s, axes) + eps, 1 / degree) for s in sums)
-    losses = jnp.maximum(to_positive - to_negative + margin, 0)
+    losses = jnp.maximum(to_positive - to_negative + with_wide_numbers(sums[0], margin)[1], 0)
     return selected(losses, unmasked_rows).astype(dtype)
