@@ -295,7 +295,7 @@ def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
 def _weight_losses(losses: Array, weights: Array, unmasked_rows: Array) -> Array:
     """The losses `[..., num_classes]` times the weights `[num_classes]`."""
     weights = jnp.expand_dims(precision.with_wide_numbers(losses, weights)[1], range(losses.ndim - 1))
-    return selected(losses * weights, unmasked_rows)
+    return losses * selected(weights, unmasked_rows)
 
 
 def _drop_background(losses: Array, unmasked_rows: Array) -> tuple[Array, Array]:
