@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from masksafe._core import arguments, precision, row_blocks
+from masksafe._core.derivatives import product
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
@@ -81,5 +82,5 @@ def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Arr
 @jitted()
 def _products(scores: Array, targets: Array, mask: Array | None) -> Array:
     """The sum of the products over the unmasked elements of each row; 0 without any."""
-    (products,) = row_blocks.sums_over_rows(lambda s, t: (s * t,), (scores, targets), mask, (scores.ndim - 1,))
+    (products,) = row_blocks.sums_over_rows(lambda s, t: (product(s, t),), (scores, targets), mask, (scores.ndim - 1,))
     return selected(products.squeeze(-1), find_unmasked_rows(mask, (scores.ndim - 1,)))

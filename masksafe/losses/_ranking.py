@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from masksafe._core import precision
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes
+from masksafe._core.derivatives import elementwise
 from masksafe._core.labels import is_soft
 from masksafe._core.masks import read_mask, selected, weighting_of
 from masksafe._core.moments import weighted
@@ -80,7 +81,7 @@ def ranking_softmax_loss(
     targets = broadcast_widened(labels, shape)
     if weights is not None:
         weighting = weighting_of(targets, mask, jnp.broadcast_to(weights, shape))
-        targets = weighted(precision.widened(selected(targets, weighting.where)), weighting.weights)
+        targets = elementwise(weighted)(precision.widened(selected(targets, weighting.where)), weighting.weights)
     inputs = Labelled(broadcast_widened(logits, shape), targets, mask)
     (losses,) = target_loss_of_rows((len(shape) - 1,), inputs, TargetCrossEntropy())
     unmasked_rows = find_unmasked_rows(mask, (len(shape) - 1,))

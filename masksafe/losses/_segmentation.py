@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from masksafe._core import label_checks, precision, unfolded
 from masksafe._core.arguments import as_array, as_bool, as_choice, as_float_array, canonical_axes, message
-from masksafe._core.derivatives import without_mask_of_rows
+from masksafe._core.derivatives import elementwise, product, without_mask_of_rows
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, Axes, Axis, DType, LossReduction, jitted
@@ -274,13 +274,18 @@ def _evaluate(
     if apply_softmax:
         p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, pixel_mask)
     p = selected(p, pixel_mask)
-    overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (p * t, p, t))
+    overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (product(p, t), p, t))
     if pixel_mask is not mask:
         overlap, sum_p, sum_t = (jnp.where(unmasked_rows, x, 0) for x in (overlap, sum_p, sum_t))
-    smooth, alpha, beta = weights
+    unmasked_rows = jnp.broadcast_to(unmasked_rows, overlap.shape)
+    return elementwise(_of_sums)(overlap, sum_p, sum_t, unmasked_rows, *weights), unmasked_rows
+
+
+def _of_sums(
+    overlap: Array, sum_p: Array, sum_t: Array, unmasked: Array, smooth: Array, alpha: Array, beta: Array
+) -> Array:
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
-    unmasked_rows = jnp.broadcast_to(unmasked_rows, union.shape)
-    return 1 - (overlap + smooth) / jnp.where(unmasked_rows, union, 1), unmasked_rows
+    return 1 - (overlap + smooth) / jnp.where(unmasked, union, 1)
 
 
 def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from masksafe._core import row_blocks, sharding
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
+from masksafe._core.derivatives import elementwise
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.precision import promoted, with_wide_numbers
 from masksafe._core.public_op import public_op
@@ -197,11 +200,16 @@ def _evaluate_triplets(
     unmasked_rows = find_unmasked_rows(mask, axes)
     degrees = () if known_degree is not None else (jnp.reshape(degree, (1,) * vectors[0].ndim),)
 
-    power = jnp.power if known_degree is None else lambda x: jnp.power(x, known_degree)
-    terms = lambda a, p, n, *degree: tuple(power(a - x, *degree) for x in (p, n))  # noqa: E731
+    raised = lambda x, y, *degree: jnp.power(x - y, *(degree or (known_degree,)))  # noqa: E731
+    terms = lambda a, p, n, *degree: tuple(elementwise(raised)(a, x, *degree) for x in (p, n))  # noqa: E731
     sums = row_blocks.sums_over_rows(terms, vectors, mask, axes, *degrees)
     # In an empty row eps is 1, where the derivative of the root of a sum of 0 is finite, and gets no derivative.
     eps = selected(jnp.asarray(eps, sums[0].dtype), unmasked_rows, 1)
-    to_positive, to_negative = (jnp.power(jnp.squeeze(s, axes) + eps, 1 / degree) for s in sums)
-    losses = jnp.maximum(to_positive - to_negative + with_wide_numbers(sums[0], margin)[1], 0)
+    margin = with_wide_numbers(sums[0], margin)[1]
+    losses = elementwise(_triplet_loss)(*(jnp.squeeze(s, axes) for s in sums), eps, 1 / degree, margin)
     return selected(losses, unmasked_rows).astype(dtype)
+
+
+def _triplet_loss(to_positive: Array, to_negative: Array, eps: Array, exponent: Array, margin: Array) -> Array:
+    distances = (jnp.power(s + eps, exponent) for s in (to_positive, to_negative))
+    return jnp.maximum(functools.reduce(jnp.subtract, distances) + margin, 0)

@@ -26,6 +26,7 @@ probabilities miss, which PolyLoss adds :math:`\epsilon` times,
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -195,16 +196,16 @@ class CrossEntropy(FormulaByParts):
 
     def outputs(self, sums: LabelSums, data: Array, classes: int) -> Arrays:
         log_total = jnp.log(sums.total)
-        valid = nan_unless(is_class(data, classes), log_total.dtype)  # a product, so that derivatives are NaN as well
+        if_valid = functools.partial(nan_unless, is_class(data, classes))
 
         def output(name: Output) -> Array:
             match name:
                 case "cross_entropy" | "log_prob":
                     z = self._over_temperature(sums.label - sums.largest)
-                    return (log_total - z if name == "cross_entropy" else z - log_total) * valid
+                    return if_valid(log_total - z if name == "cross_entropy" else z - log_total)
                 case "mean" | "unmasked_mean":
                     number = self._number_of_mean(sums, classes)
-                    return (log_total * (sums.weight / number) - sums.weighted / number) * valid
+                    return if_valid(log_total * (sums.weight / number) - sums.weighted / number)
                 case "square":
                     return jnp.square(self._logsumexp(sums))
                 case "entropy":
@@ -383,6 +384,11 @@ class TargetCrossEntropy(NamedTuple):
             return slopes, costs
         slopes += self.epsilon * p * (sums.weight - t - (sums.weight - sums.caught))
         return slopes, costs + self.epsilon * (1 - p)
+
+    def has_slopes(self, sums: TargetSums | Exponentials, weight: Array) -> Array:
+        """Whether the slopes of rows are finite: logits have probabilities, and neither targets nor epsilon are bad."""
+        weight = weight if self.epsilon is None else weight * self.epsilon
+        return has_probabilities(sums) & (abs(weight) < jnp.inf)
 
     # The textbook's form, without a selection.
 
