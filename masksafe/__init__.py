@@ -13,7 +13,7 @@ from masksafe._segments._sums import segment_mean, segment_sum
 from masksafe._segments._variance import segment_standardize, segment_var
 from masksafe._selection import apply_where, mask_where
 from masksafe._sequences import length_mask, next_tokens
-from masksafe._softmax import log_softmax, logsumexp, softmax
+from masksafe._softmax import log_softmax, logmeanexp, logsumexp, softmax
 from masksafe.attention import dot_product_attention, merge_attention, undo_zigzag, zigzag
 from masksafe.normalization import batch_norm, group_norm, l2_normalize, layer_norm, rms_norm, standardize
 
@@ -36,6 +36,7 @@ __all__ = [
     "layer_norm",
     "length_mask",
     "log_softmax",
+    "logmeanexp",
     "logsumexp",
     "losses",
     "mask_where",

@@ -1,4 +1,4 @@
-"""Softmax, its logarithm and the logsumexp, over the unmasked elements.
+"""Softmax, its logarithm, the logsumexp and the logmeanexp, over the unmasked elements.
 
 The public functions check their arguments and call a core that works on any axes without transposing. The cores are
 jitted, so that masked values stay hidden even from jax_debug_nans.
@@ -18,7 +18,8 @@ from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.derivatives import computed_once, rule
 from masksafe._core.exponentials import Exponentials, largest_or_lowest
-from masksafe._core.masks import read_mask, selected
+from masksafe._core.masks import Weighting, read_mask, selected
+from masksafe._core.moments import nonzero_divisor, total_weight
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import are_whole
@@ -110,6 +111,43 @@ def logsumexp(
     axes, where = canonical_axes(op, axis, len(shape)), read_mask(op, where, shape, "a")
     keepdims, return_sign = as_bool(op, "keepdims", keepdims), as_bool(op, "return_sign", return_sign)
     return _reduce_exps(axes, keepdims, return_sign, a, b, where)
+
+
+@public_op
+def logmeanexp(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None, keepdims: bool = False) -> Array:
+    r"""The log of the mean of exponentials of the unmasked elements; -inf if there are none.
+
+    .. math:: \log \frac{1}{n} \sum_{i : \text{where}_i} e^{x_i}, \qquad n = |\{i : \text{where}_i\}|
+
+    Args:
+      x: floats or complex numbers; integers become floats.
+      axis: an axis, a tuple of axes, or None (the default) for all of them.
+      where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
+      keepdims: keep the reduced axes, with size 1.
+
+    Returns:
+      An array of the dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. The gradient is the
+      softmax; it is exactly 0 with respect to masked elements, and in a row that is fully masked or -inf throughout.
+
+    Raises:
+      TypeError: if `x` is not an array of numbers or `where` is not boolean.
+      ValueError: if `where` does not broadcast to the shape of `x`, or `axis` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x = jnp.log(jnp.array([[1.0, 3.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]]))
+      >>> with jnp.printoptions(precision=4):
+      ...     print(jnp.exp(masksafe.logmeanexp(x, -1, where=~jnp.isnan(x))))
+      [2. 0.]
+
+    References:
+      `jax.nn.logmeanexp <https://docs.jax.dev/en/latest/_autosummary/jax.nn.logmeanexp.html>`_, which it replaces
+      with the same parameters in the same order and with the same defaults.
+    """
+    op = "logmeanexp"
+    x = _as_numbers(op, "x", x)
+    axes, where = canonical_axes(op, axis, x.ndim), read_mask(op, where, x.shape)
+    return _mean_exps(axes, as_bool(op, "keepdims", keepdims), x, where)
 
 
 @public_op
@@ -213,6 +251,14 @@ def _reduce_exps(
     if not keepdims:
         result, sign = jnp.squeeze(result, axes), jnp.squeeze(sign, axes)
     return (result, sign) if return_sign else result
+
+
+@jitted(0, 1)
+def _mean_exps(axes: Axes, keepdims: bool, x: Array, where: Array | None) -> Array:
+    wide = _signed_logsumexp(axes, False, x, None, where)[0] if jnp.iscomplexobj(x) else wide_logsumexp(axes, x, where)
+    number = total_weight(widened(x), axes, Weighting(where, None))
+    result = (wide - jnp.log(nonzero_divisor(number)).astype(wide.dtype)).astype(x.dtype)
+    return result if keepdims else jnp.squeeze(result, axes)
 
 
 def _signed_logsumexp(

@@ -1,4 +1,4 @@
-"""softmax, log_softmax and logsumexp: axes, precision, dtypes, and what jax.nn computes. The table has the contract."""
+"""Softmaxes, logsumexp and logmeanexp: axes, precision, dtypes, and what jax.nn computes. The table has the rules."""
 
 import functools
 
@@ -14,12 +14,13 @@ import masksafe
 
 
 def logsumexp(x, axis=-1, where=None):
-    """With the parameters of the other two."""
+    """With the parameters of the others."""
     return masksafe.logsumexp(x, axis, where=where)
 
 
 OPS = {
     "logsumexp": (logsumexp, jax.nn.logsumexp),
+    "logmeanexp": (lambda x, axis=-1, where=None: masksafe.logmeanexp(x, axis, where), jax.nn.logmeanexp),
     "softmax": (masksafe.softmax, jax.nn.softmax),
     "log_softmax": (masksafe.log_softmax, jax.nn.log_softmax),
 }
@@ -67,9 +68,11 @@ def test_the_error_is_at_most_twice_that_of_jax(offset, scale):
     rng = np.random.default_rng(0)
     x = np.float32(offset + scale * rng.normal(size=(64, 50)))
 
-    of_rows = {"axis": -1, "keepdims": True}
-    ours = masksafe.softmax, masksafe.log_softmax, lambda x: masksafe.logsumexp(x, **of_rows)
-    theirs = jax.nn.softmax, jax.nn.log_softmax, lambda x: jax.nn.logsumexp(x, **of_rows)
+    def of_rows(nn):
+        reductions = (functools.partial(op, axis=-1, keepdims=True) for op in (nn.logsumexp, nn.logmeanexp))
+        return [nn.softmax, nn.log_softmax, *reductions]
+
+    ours, theirs = of_rows(masksafe), of_rows(jax.nn)
     actual, peers = ([with_gradients(fn)(x) for fn in fns] for fns in (ours, theirs))
     with jax.enable_x64(True):
         exact = jax.device_get([with_gradients(fn)(jnp.asarray(x, float)) for fn in theirs])
@@ -104,6 +107,7 @@ def test_infinities_beside_masked_elements():
     np.testing.assert_array_equal(results["softmax"][0], [[nan, nan, 0], [nan, nan, 0], [0.5, 0.5, 0]])
     np.testing.assert_array_equal(results["log_softmax"][0][:2], [[nan, nan, -inf]] * 2)
     np.testing.assert_allclose(results["logsumexp"][0], [-inf, inf, 1 + np.log(2)], rtol=1e-6)
+    np.testing.assert_allclose(results["logmeanexp"][0], [-inf, inf, 1], rtol=1e-6)
     for _, gradient in results.values():
         np.testing.assert_array_equal(np.isnan(gradient[1:]).any(-1), [True, False])
 
@@ -113,9 +117,9 @@ def test_infinities_beside_masked_elements():
 
 def test_empty_arrays_and_lists_of_axes():
     for name, (op, _) in OPS.items():
-        out = op(np.zeros((3, 0), np.float32))
-        np.testing.assert_array_equal(out, np.full(3, -np.inf) if name == "logsumexp" else np.zeros((3, 0)))
-        assert jax.eval_shape(lambda x, op=op: op(x, [0, 2]), X).shape == ((4,) if name == "logsumexp" else X.shape)
+        out, reduces = op(np.zeros((3, 0), np.float32)), name.endswith("exp")
+        np.testing.assert_array_equal(out, np.full(3, -np.inf) if reduces else np.zeros((3, 0)))
+        assert jax.eval_shape(lambda x, op=op: op(x, [0, 2]), X).shape == ((4,) if reduces else X.shape)
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -134,7 +138,8 @@ def test_integers_become_floats(x64):
     ("name", "x", "options", "error", "text"),
     [
         *((name, "cat", {}, TypeError, ".: got type str") for name in OPS),
-        *((name, X + 1j, {}, TypeError, "x: got dtype complex.*; expected a float dtype") for name in list(OPS)[1:]),
+        *((name, X + 1j, {}, TypeError, "x: got dtype complex.*; expected a float dtype") for name in list(OPS)[2:]),
+        ("logmeanexp", X, {"where": np.ones(4, bool)}, ValueError, "where: got shape"),
         ("logsumexp", X, {"b": np.ones(4, np.float32)}, ValueError, "a and b: got shapes"),
     ],
 )
@@ -155,10 +160,15 @@ CALLS = (  # axis, b, keepdims, return_sign, where
 )
 
 
+CALLS_OF_MEAN = (), (-1, WHERE), ((1, 2), None, True)  # axis, where, keepdims
+
+
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "bfloat16", "int32"])
-def test_logsumexp_is_that_of_jax_nn(dtype):
-    both = jax.jit(lambda a: [[op(a, *call) for call in CALLS] for op in (masksafe.logsumexp, jax.nn.logsumexp)])
-    ours, theirs = both((3 * X).astype(jnp.dtype(dtype)))
+def test_logsumexp_and_logmeanexp_are_those_of_jax_nn(dtype):
+    def results(nn, a):
+        return [*(nn.logsumexp(a, *call) for call in CALLS), *(nn.logmeanexp(a, *call) for call in CALLS_OF_MEAN)]
+
+    ours, theirs = jax.jit(lambda a: (results(masksafe, a), results(jax.nn, a)))((3 * X).astype(jnp.dtype(dtype)))
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, theirs)
     ours, theirs = jax.tree.map(lambda a: np.asarray(a, np.complex64), (ours, theirs))
     chex.assert_trees_all_close(ours, theirs, rtol=2e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6)

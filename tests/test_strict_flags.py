@@ -34,6 +34,41 @@ def test_value_and_derivatives_are_traced(op, dtype):
             jax.eval_shape(along(total), x)
 
 
+# Losses whose labels, targets or options may be integers or booleans, as in optax.
+BITS, fenchel_young_loss = np.float32([[0, 1, 0], [1, 0, 0]]), losses.make_fenchel_young_loss(masksafe.logsumexp)
+OF_INTEGERS = [losses.softmax_cross_entropy, losses.safe_softmax_cross_entropy, losses.sigmoid_binary_cross_entropy]
+OF_INTEGERS += [losses.sigmoid_focal_loss, losses.squared_error, losses.l2_loss, losses.huber_loss, losses.log_cosh]
+OF_INTEGERS += [losses.hinge_loss, losses.perceptron_loss, losses.sparsemax_loss, losses.ranking_softmax_loss]
+OF_INTEGERS += [fenchel_young_loss, losses.dice_loss, losses.binary_dice_loss, losses.multiclass_generalized_dice_loss]
+OF_INTEGERS += [
+    lambda x, n: losses.ranking_softmax_loss(x, BITS, weights=n),
+    lambda x, n: losses.poly_loss_cross_entropy(x, BITS, epsilon=n[:, 0]),
+    lambda x, n: losses.dice_loss(x, BITS, class_weights=n[0]),
+    lambda x, n: losses.cosine_similarity(x, x, epsilon=n[0, 0]),
+    lambda x, n: losses.triplet_margin_loss(x, x, x, margin=n[0, 0], eps=n[0, 0]),
+    lambda x, n: masksafe.mean(x, weights=n),
+]
+
+
+@pytest.mark.parametrize("x64", [True, False])
+@pytest.mark.parametrize("dtype", ["bool", "int32"])
+def test_integers_and_booleans_beside_floats_are_promoted(dtype, x64):
+    x = np.ones((2, 3), np.float32)
+    with jax.enable_x64(x64):
+        for fn in OF_INTEGERS:
+            expected = jax.eval_shape(fn, x, BITS.astype(dtype))
+            with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+                loss, pull_back = jax.eval_shape(lambda x: jax.vjp(lambda x: fn(x, BITS.astype(dtype)), x), x)  # noqa: B023
+                (gradient,) = jax.eval_shape(pull_back, loss)
+            assert (loss, gradient.dtype) == (expected, x.dtype)
+
+
+def test_floats_of_two_dtypes_are_refused_as_by_jax():
+    x = np.ones((2, 3), np.float32)
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match="promotion"):
+        losses.softmax_cross_entropy(x, jnp.bfloat16(x))
+
+
 # Ops that count elements of all devices, with int32 numbers of devices beside labels and ids of 64 bits.
 ROWS, LABELS, KERNEL = np.ones((4, 3), np.float32), np.zeros(4, np.int64), np.ones((3, 4), np.float32)
 TOKENS, QUERY = np.zeros((1, 4), np.int64), np.ones((1, 4, 2, 3), np.float32)

@@ -150,7 +150,7 @@ def row_cases() -> list[Case]:
     empty = {
         "layer_norm rms_norm standardize group_norm l2_normalize softmax batch_norm": np.zeros(X.shape),
         "sum mean var": np.zeros(ROWS),
-        "logsumexp max": np.full(ROWS, -np.inf),
+        "logsumexp logmeanexp max": np.full(ROWS, -np.inf),
         "min": np.full(ROWS, np.inf),
     }
     return [

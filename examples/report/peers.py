@@ -67,6 +67,7 @@ def jax_ops() -> Ops:
     ops["standardize"] = functools.partial(jax.nn.standardize, epsilon=1e-6)
     reductions: Ops = {
         "logsumexp": jax.nn.logsumexp,
+        "logmeanexp": jax.nn.logmeanexp,
         "sum": jnp.sum,
         "mean": jnp.mean,
         "var": jnp.var,

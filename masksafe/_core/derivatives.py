@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import platforms
-from masksafe._core.linear import nan_unless_zero
+from masksafe._core.linear import nan_unless_zero, times
 from masksafe._core.masks import masks_rows, selected
 from masksafe._core.sharding import Shardings, are_whole, vary_alike, vary_with, zeros_of_types
 from masksafe._core.switches import may_compute_masked_rows, uses_plain_rules
-from masksafe._core.typing import Array, Axes, Function, Pytree, Tree, jitted
+from masksafe._core.typing import Array, Arrays, Axes, Function, Pytree, Tree, jitted
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -171,6 +171,43 @@ def _nan_in_derivatives(x: Array) -> Array:
 def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (d_x,) = primals, tangents
     return x, jnp.where(jnp.isnan(x), nan_unless_zero(d_x), d_x)
+
+
+def elementwise(fn: Callable[..., Array]) -> Callable[..., Array]:
+    """Decorates a function of each element of some arrays: where its cotangent is 0, so are those of its arguments.
+
+    Otherwise the slope of an element that the user has replaced, a NaN or infinite one, would meet its cotangent of 0.
+    """
+    op = jax.custom_jvp(fn)
+
+    def plain(active: tuple[int, ...], *args: Array) -> tuple[Array, Arrays]:
+        """The value, and its slopes by some of the arguments."""
+
+        def of_active(*values: Array) -> Array:
+            new = dict(zip(active, values, strict=True))
+            return fn(*(new.get(i, x) for i, x in enumerate(args)))
+
+        value, pull_back = jax.vjp(of_active, *(args[i] for i in active))
+        return value, pull_back(jnp.ones_like(value))
+
+    with_slopes = jax.custom_jvp(plain, nondiff_argnums=(0,))
+
+    @with_slopes.defjvp
+    def _(active: tuple[int, ...], primals: Arrays, tangents: Arrays) -> Pytree:
+        d_slopes = jax.jvp(functools.partial(plain, active), primals, tangents)[1][1]
+        return with_slopes(active, *primals), (jax.jvp(op, primals, tangents)[1], d_slopes)
+
+    @functools.partial(op.defjvp, symbolic_zeros=True)
+    def _(primals: Arrays, tangents: tuple[Pytree, ...]) -> tuple[Array, Array]:
+        active = {i: d for i, d in enumerate(tangents) if not isinstance(d, SymbolicZero)}
+        value, slopes = with_slopes(tuple(active), *primals)
+        return value, functools.reduce(jnp.add, map(times, slopes, active.values()))
+
+    return functools.wraps(fn)(lambda *args: op(*vary_alike(tuple(jnp.broadcast_arrays(*args)))))
+
+
+# A product of factors either of which may be garbage.
+product = elementwise(jnp.multiply)
 
 
 def without_mask_of_rows(where: Array | None, axes: Axes, *arrays: Array) -> tuple[Sequence[Array], Array | None]:

@@ -186,7 +186,7 @@ def nan_where_bad(loss: Array, bad_rows: Array | None) -> Array:
 
     The NaN keeps bad rows out of training even where JAX loses the check itself.
     """
-    return loss if bad_rows is None else loss * nan_unless(~bad_rows, loss.dtype)
+    return loss if bad_rows is None else nan_unless(~bad_rows, loss)
 
 
 # The micro-batches of `value_and_grad_of_mean`.

@@ -2,10 +2,13 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.typing import Array, Axes, DType
+from masksafe._core import sharding
+from masksafe._core.linear import times
+from masksafe._core.typing import Array, Arrays, Axes
 
 
 def is_soft(labels: Array) -> bool:
@@ -25,9 +28,16 @@ def as_classes(labels: Array, num_classes: int) -> Array:
     return labels.astype(jnp.int32)
 
 
-def nan_unless(valid: Array, dtype: DType) -> Array:
-    """1 where valid and NaN elsewhere: a factor, which makes the derivatives NaN as well."""
-    return jnp.where(valid, 1, jnp.nan).astype(dtype)
+@jax.custom_jvp
+def nan_unless(valid: Array, x: Array) -> Array:
+    """`x` where valid and NaN elsewhere, in derivatives as well, unless the user has replaced the NaN."""
+    return jnp.where(valid, x, jnp.nan)
+
+
+@nan_unless.defjvp
+def _(primals: Arrays, tangents: Arrays) -> tuple[Array, Array]:
+    slope = nan_unless(primals[0], sharding.vary_with(jnp.ones_like(primals[1]), primals[1]))
+    return nan_unless(*primals), times(slope, tangents[1])
 
 
 def class_index(shape: tuple[int, ...], axes: Axes | None = None) -> Array:

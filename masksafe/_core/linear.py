@@ -3,14 +3,16 @@
 A masked element has weight 0. Times a negative number this is -0; times NaN or infinity it is NaN.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from masksafe._core import sharding
 from masksafe._core.typing import Array
 
 _Function = Callable[[Array], Array]
@@ -62,3 +64,33 @@ nan_unless_finite, _ = _as_linear(
     lambda x: jnp.where(jnp.isfinite(x), 0, jnp.asarray(jnp.nan, x.dtype)),
     ("zero_with_nan_in_cotangent", jnp.zeros_like),
 )
+
+
+# Linear in each of two arguments.
+
+
+def times(slope: Array, d: Array) -> Array:
+    """The product of a slope and a tangent or cotangent; 0 where that is 0, even if the slope is NaN or infinite.
+
+    So a result whose cotangent is 0, which the user has replaced, has no part in a gradient. Inside `jax.shard_map` the
+    slope varies over all devices over which `d` does.
+    """
+    product: Array = _times.bind(slope, sharding.vary_with(d, slope))
+    return product
+
+
+def _product(slope: Array, d: Array) -> Array:
+    return lax.select(d == 0, d, slope * d)
+
+
+def _batched_times(args: Sequence[Array], axes: Sequence[int | None]) -> tuple[Array, int]:
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    return times(*(batching.bdim_at_front(x, axis, size) for x, axis in zip(args, axes, strict=True))), 0
+
+
+_times = Primitive("times")
+_times.def_impl(jax.jit(_product))
+_times.def_abstract_eval(lambda slope, _: slope)
+mlir.register_lowering(_times, mlir.lower_fun(_product, multiple_results=False))
+ad.defbilinear(_times, lambda cotangent, _, d: times(cotangent, d), lambda cotangent, slope, _: times(slope, cotangent))
+batching.primitive_batchers[_times] = _batched_times

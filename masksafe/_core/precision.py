@@ -1,5 +1,7 @@
 """The wide dtypes, in which sums are accumulated, and the limits of a dtype."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -28,11 +30,24 @@ def default_or_wider(dtype: DType) -> DType:
         return jnp.promote_types(dtype, jnp.result_type(float))
 
 
+def promoted(*types: Any) -> DType:
+    """The dtype to which JAX promotes arrays, numbers or dtypes; integers beside floats under strict promotion too."""
+    floats = [t for t in types if _is_float(t)]
+    if floats:
+        jnp.result_type(*floats)  # strict promotion refuses two of them
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*types)
+
+
 def with_wide_numbers(*arrays: ArrayLike) -> list[Array]:
-    """The arrays; numbers of Python among them get the wide dtype of all, which may be less than float64."""
+    """The arrays; numbers of Python, integers and booleans among them get the wide dtype of all."""
     with jax.numpy_dtype_promotion("standard"):
         wide = wide_dtype(float_dtype(jnp.result_type(*arrays)))
-    return [jnp.asarray(x, wide if jax.typeof(x).weak_type else None) for x in arrays]
+    return [jnp.asarray(x, None if _is_float(x) and not jax.typeof(x).weak_type else wide) for x in arrays]
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
 def limits(dtype: DType) -> tuple[float, float]:

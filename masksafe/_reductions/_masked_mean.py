@@ -239,15 +239,41 @@ def _total_and_count_of_parts(
 def _weights_of_segments(
     _devices: sharding.Devices, ids: Array, where: Array | None, weights: Array | None
 ) -> tuple[Array, Array]:
-    """The weight of its segment for each token, and that of each segment, of which a row has at most as many."""
-
-    def of_row(ids: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
-        _, places = jnp.unique(ids, return_inverse=True, size=ids.size)
-        segments = Segments(places, ids.size, False, sharding.Devices())
-        weight = segments.weight(ids, masks.Weighting(where, weights))
-        return segments.spread(weight), weight
-
+    """The weight of its segment for each token, and that of each segment, of which there are at most as many."""
     ids = unfolded.unknown(masks.selected(ids, where))  # XLA would sort constants while it compiles
-    for _ in range(ids.ndim - 1):
-        of_row = jax.vmap(of_row)
-    return of_row(ids, where if where is None else jnp.broadcast_to(where, ids.shape), weights)
+    # The segments of all rows are numbered in the order of row and id.
+    token = lax.iota(jnp.int32, ids.size).reshape(ids.shape)
+    ids, order = lax.sort((ids, token), num_keys=1)
+    is_first = jnp.ones_like(ids, bool).at[..., 1:].set(ids[..., 1:] != ids[..., :-1])
+    number, order = jnp.cumsum(is_first.ravel()) - 1, order.ravel()
+    segments = Segments(jnp.zeros_like(number).at[order].set(number), ids.size, False, sharding.Devices())
+    if weights is None:
+        where = None if where is None else jnp.broadcast_to(where, ids.shape).ravel()
+        weight = segments.weight(number, masks.Weighting(where, None))
+    else:
+        weight = _sums_in_pairs(segments, order, weights.ravel())
+    return segments.spread(weight).reshape(ids.shape), weight.reshape(ids.shape)
+
+
+@jax.custom_jvp
+def _sums_in_pairs(segments: Segments, order: Array, x: Array) -> Array:
+    """`segments.sum`, of elements whose `order` is that of the segments.
+
+    Added up one after the other, a million weights would lose half of their digits.
+    """
+    number, index = segments.ids[order], lax.iota(jnp.int32, x.size)
+
+    def add(k: Array, sums: Array) -> Array:
+        """The sums of the last 2^(k + 1) elements, as far as they are of one segment, from those of 2^k."""
+        before = index - lax.shift_left(jnp.ones_like(k), k)
+        is_same = (before >= 0) & (number[before] == number)
+        return sums + jnp.where(is_same, sums[before], 0)
+
+    sums = lax.fori_loop(jnp.int32(0), jnp.int32(x.size.bit_length()), add, x[order])
+    is_last = jnp.append(number[1:] != number[:-1], True)
+    return dataclasses.replace(segments, ids=number).sum(jnp.where(is_last, sums, 0))
+
+
+@_sums_in_pairs.defjvp
+def _(primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) -> tuple[Array, Array]:
+    return _sums_in_pairs(*primals), primals[0].sum(tangents[2])

@@ -29,7 +29,7 @@ OPS: Ops = {
     "ragged_dot": lambda where, **inputs: masksafe.ragged_dot(**inputs),  # its sizes are the mask
     "batch_norm": lambda x, where=None: masksafe.batch_norm(x, where=where)[0],
     "group_norm": functools.partial(masksafe.group_norm, num_groups=1),
-    **{name: along_rows(op) for name, op in _named("logsumexp sum mean var max min").items()},
+    **{name: along_rows(op) for name, op in _named("logsumexp logmeanexp sum mean var max min").items()},
     **{
         name: functools.partial(getattr(masksafe, name), num_segments=SEGMENTS)
         for name in dir(masksafe)
@@ -120,7 +120,7 @@ def _all_cases() -> list[Case]:
         *_cases("triplet_margin_loss", {"anchors": X, "positives": Y, "negatives": P}),
         *_cases("ntxent", {"embeddings": X}, SOME_ROWS, labels=np.array([0, 1, 0, 1])),
         *_cases("softmax layer_norm rms_norm standardize batch_norm group_norm l2_normalize sum mean var", {"x": X}),
-        *_cases("logsumexp log_softmax max", {"x": X}, empty_output=-np.inf),
+        *_cases("logsumexp logmeanexp log_softmax max", {"x": X}, empty_output=-np.inf),
         *_cases("min", {"x": X}, empty_output=np.inf),
         *_cases("segment_sum segment_mean segment_var segment_softmax segment_standardize", segments, SOME_ROWS),
         *_cases("segment_logsumexp segment_log_softmax segment_max", segments, SOME_ROWS, empty_output=-np.inf),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from masksafe._core import arguments, label_checks, sharding
 from masksafe._core.labels import is_class, is_soft
 from masksafe._core.masks import masks_rows, read_mask
+from masksafe._core.precision import promoted
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 from masksafe.losses._labelled import Labelled, elements_at, read_integer_labels
@@ -273,7 +274,7 @@ def soft_cross_entropy(
     are_integers = not is_soft(labels)
     hint = "For integer labels use softmax_cross_entropy_with_integer_labels." if are_integers else ""
     shape = arguments.broadcast_shapes(op, hint, logits=logits.shape, labels=labels.shape)
-    dtype = jnp.result_type(logits.dtype, labels)
+    dtype = promoted(logits.dtype, labels)
     labels = labels.astype(dtype) if are_integers else labels
     axes = arguments.canonical_axes(op, axis, len(shape))
     if not _has_classes(logits, axes, shape):

@@ -189,7 +189,7 @@ def _ctc_loss(
     loss = -elements_at(last_blank, jnp.sum(unmasked_labels, 1, keepdims=True))[:, 0]
     loss += lax.stop_gradient(jnp.maximum(-loss, 0))  # a sum of probabilities that is rounded may exceed 1
     is_valid = is_class(labels, logits.shape[-1])
-    loss *= nan_unless(jnp.all(is_valid | ~unmasked_labels, 1), dtype)
+    loss = nan_unless(jnp.all(is_valid | ~unmasked_labels, 1), loss)
     if mask is not None:
         is_ruled_out = unmasked_labels & is_valid & ~jnp.any(at_label(labels, logits.shape[-1]) & allowed, -1)
         loss += jnp.where(jnp.any(is_ruled_out, 1), jnp.inf, 0).astype(dtype)

@@ -11,6 +11,7 @@ from jax import lax
 
 from masksafe._core import label_checks, row_blocks, unfolded
 from masksafe._core.arguments import as_float_array, broadcast_shapes, canonical_axes
+from masksafe._core.derivatives import elementwise
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
@@ -39,7 +40,8 @@ def kl_divergence(
 
     Returns:
       The divergences `[...]`, of the dtype to which JAX promotes both; 0 where all is masked. Masked elements have
-      gradients of exactly 0, and so do targets of 0, where the divergence has no derivative.
+      gradients of exactly 0, and so do targets of 0, where the divergence has no derivative. Where the cotangent of a
+      divergence is 0, the gradients are 0, whatever its row holds.
 
     Raises:
       TypeError: if the arguments are not floats or `where` is not boolean.
@@ -202,7 +204,7 @@ def _evaluate(
     dtype, row_axes = jnp.result_type(log_p, t), row_blocks.axes_of_row(axes, len(shape))
 
     def loss_of_rows(log_p: Array, t: Array, mask: Array | None) -> Array:
-        terms = terms_of(wide_selected(log_p, mask), wide_selected(t, mask))
+        terms = elementwise(terms_of)(wide_selected(log_p, mask), wide_selected(t, mask))
         return jnp.sum(selected(terms, mask), row_axes)
 
     log_p, t = broadcast_alike((log_p, t), shape)

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core.arguments import broadcast_shapes
+from masksafe._core.derivatives import elementwise
 from masksafe._core.label_checks import check_elements, check_numbers, nan_where_bad
 from masksafe._core.masks import either, read_mask, selected
-from masksafe._core.precision import with_wide_numbers
+from masksafe._core.precision import promoted, with_wide_numbers
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike, Arrays, DType, jitted
 from masksafe.losses._layout import wide_selected
@@ -71,7 +72,8 @@ class _Elementwise(NamedTuple):
 @jitted(0)
 def _evaluate(config: _Elementwise, arguments: Arrays, mask: Array | None, bad: Array | None) -> Array:
     arrays = [wide_selected(x, mask) for x in broadcast_alike(with_wide_numbers(*arguments), config.shape)]
-    loss = selected(config.loss(**dict(zip(config.names, arrays, strict=True))), mask)
+    loss_of = elementwise(lambda *arrays: config.loss(**dict(zip(config.names, arrays, strict=True))))
+    loss = selected(loss_of(*arrays), mask)
     named = dict(zip(config.names, arguments, strict=True))
     return as_promoted([named.get(t, t) for t in config.types], nan_where_bad(loss, bad))
 
@@ -88,7 +90,7 @@ def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Arr
 
 def as_promoted(types: Sequence[Any], x: Array) -> Array:
     """`x` in the type to which JAX promotes `types`: arrays, numbers or dtypes; weak if theirs is."""
-    dtype = jnp.result_type(*types)
+    dtype = promoted(*types)
     if not _is_weak(types, dtype):
         return x.astype(dtype)
     number = 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from masksafe._core import arguments, precision, row_blocks
+from masksafe._core.derivatives import product
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
@@ -63,8 +64,8 @@ def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Arr
             raise ValueError(arguments.message(op, "targets", f"shape {targets.shape}", expected))
         axes = (len(shape) - 1,)
         mask = read_mask(op, where, shape, "the input", "elements or rows", axes)
-        dtype = precision.float_dtype(jnp.result_type(scores, targets))
-        scores, targets = (jnp.broadcast_to(x, shape) for x in (scores, targets))
+        dtype = precision.float_dtype(precision.promoted(scores, targets))
+        scores, targets = (jnp.broadcast_to(x, shape) for x in precision.with_wide_numbers(scores, targets))
         s = precision.widened(selected(scores, mask))
 
         if mask is None or mask.shape[-1] == 1:  # only whole rows are masked: max_fun need not take a mask
@@ -81,5 +82,5 @@ def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Arr
 @jitted()
 def _products(scores: Array, targets: Array, mask: Array | None) -> Array:
     """The sum of the products over the unmasked elements of each row; 0 without any."""
-    (products,) = row_blocks.sums_over_rows(lambda s, t: (s * t,), (scores, targets), mask, (scores.ndim - 1,))
+    (products,) = row_blocks.sums_over_rows(lambda s, t: (product(s, t),), (scores, targets), mask, (scores.ndim - 1,))
     return selected(products.squeeze(-1), find_unmasked_rows(mask, (scores.ndim - 1,)))

@@ -14,6 +14,7 @@ from jax.custom_derivatives import zero_from_primal
 from masksafe._core import label_checks, precision, row_blocks, unfolded
 from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
 from masksafe._core.labels import class_index, is_class, nan_unless
+from masksafe._core.linear import nan_unless_zero, times
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, DType, Pytree, jitted
@@ -149,7 +150,7 @@ def _perceptron(predictor_outputs: Array, targets: Array) -> Array:
 
 def _sparsemax_plus(logits: Array, labels: Array) -> Array:
     signed = jnp.where(labels != 0, -logits, logits)
-    return jax.nn.sparse_plus(jnp.where(jnp.isnan(labels), jnp.nan, signed))
+    return jax.nn.sparse_plus(nan_unless(~jnp.isnan(labels), signed))
 
 
 def _is_one_of(argument: str, one: int, other: int) -> Check:
@@ -331,7 +332,7 @@ def _(margin: int, primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) ->
     is_largest = (_with_margin(margin, x, is_label, mask) == rows.largest).astype(x.dtype)
     share = is_largest / jnp.maximum(_sum(is_largest), 1)
     slope = jnp.where(rows.is_valid, share - (is_label & (x != -jnp.inf)).astype(x.dtype), jnp.nan)
-    d_loss = _sum(slope * wide_selected(tangents[0], mask))
+    d_loss = _sum(times(slope, wide_selected(tangents[0], mask)))
     zeros = (zero_from_primal(x, symbolic_zeros=False) for x in rows[1:])
     return rows, _RowLosses(d_loss, *zeros)
 
@@ -367,19 +368,19 @@ def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array 
     # Infinity is added as a constant, which leaves the derivatives to the other scores.
     losses = selected(highest, has_unmasked) - jnp.where(is_ruled_out, 0, score)
     losses += jnp.where(is_ruled_out, jnp.inf, 0).astype(score.dtype)
-    losses *= nan_unless(is_valid, score.dtype)
-    return selected(losses, has_unmasked)
+    return selected(nan_unless(is_valid, losses), has_unmasked)
 
 
 def _sparsemax_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
     is_valid = _is_valid(scores, labels, mask)
-    x = wide_selected(scores, mask)
-    x *= nan_unless(is_valid, x.dtype)  # a product makes all gradients of the row NaN as well
+    of_all = wide_selected(scores, mask)
+    x = selected(of_all, is_valid)
     # The loss is invariant under this shift, which preserves digits.
     descending = precision.widened(-jnp.sort(selected(-lax.stop_gradient(scores), mask, jnp.inf), -1))
     shift = jnp.where(jnp.isfinite(descending[..., :1]), descending[..., :1], 0)
     x -= shift
-    return _less_label_score(_regularized_max(x, descending - shift, mask), x, labels, mask, is_valid)
+    losses = _less_label_score(_regularized_max(x, descending - shift, mask), x, labels, mask, is_valid)
+    return losses + _sum(nan_unless_zero(selected(of_all, ~is_valid)))  # all gradients of a bad row are NaN as well
 
 
 def _regularized_max(x: Array, descending: Array, unmasked: Array | None) -> Array:

@@ -62,7 +62,7 @@ def poly_loss_cross_entropy(
     op = "poly_loss_cross_entropy"
     logits, labels = arguments.as_float_array(op, "logits", logits), arguments.as_float_array(op, "labels", labels)
     epsilon = arguments.as_real_array(op, "epsilon", epsilon)
-    dtype = jnp.result_type(logits.dtype, labels, epsilon)
+    dtype = precision.promoted(logits.dtype, labels, epsilon)
     shape = arguments.broadcast_shapes(op, logits=logits.shape, labels=labels.shape)
     axes = arguments.canonical_axes(op, axis, len(shape))
     mask = read_mask(op, where, shape, "logits and labels together", "classes or rows", axes, logits.ndim)

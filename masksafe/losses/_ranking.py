@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from masksafe._core import precision
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes
+from masksafe._core.derivatives import elementwise
 from masksafe._core.labels import is_soft
 from masksafe._core.masks import read_mask, selected, weighting_of
 from masksafe._core.moments import weighted
@@ -73,14 +74,14 @@ def ranking_softmax_loss(
     shapes = {"logits": logits.shape, "labels": labels.shape}
     shape = broadcast_shapes(op, **shapes, **({} if weights is None else {"weights": weights.shape}))
     mask = read_mask(op, where, shape, "logits and labels together")
-    dtype = logits.dtype if weights is None else jnp.result_type(logits.dtype, weights)
+    dtype = logits.dtype if weights is None else precision.promoted(logits.dtype, weights)
 
     if not is_soft(labels):
         labels = labels.astype(precision.wide_dtype(logits.dtype))
     targets = broadcast_widened(labels, shape)
     if weights is not None:
         targets, weighting = weighting_of(targets, mask, jnp.broadcast_to(weights, shape))
-        targets = weighted(precision.widened(selected(targets, weighting.where)), weighting.weights)
+        targets = elementwise(weighted)(precision.widened(selected(targets, weighting.where)), weighting.weights)
     inputs = Labelled(broadcast_widened(logits, shape), targets, mask)
     (losses,) = target_loss_of_rows((len(shape) - 1,), inputs, TargetCrossEntropy())
     unmasked_rows = find_unmasked_rows(mask, (len(shape) - 1,))

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, row_blocks, unfolded
-from masksafe._core.derivatives import computed_once
+from masksafe._core.derivatives import computed_once, elementwise, product
 from masksafe._core.masks import read_mask, selected
+from masksafe._core.precision import promoted
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, Axis, Pytree, jitted
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
@@ -305,15 +306,20 @@ def _cosine(
 def _evaluate_cosine(
     as_distance: bool, axes: Axes, a: Array, b: Array, epsilon: ArrayLike, where: Array | None
 ) -> Array:
-    shape, dtype = jnp.broadcast_shapes(a.shape, b.shape), jnp.result_type(a.dtype, b.dtype, epsilon)
-    terms = lambda a, b: (a * b, jnp.square(a), jnp.square(b))  # noqa: E731
-    product, square_a, square_b = row_blocks.sums_over_rows(terms, broadcast_alike((a, b), shape), where, axes)
+    shape, dtype = jnp.broadcast_shapes(a.shape, b.shape), promoted(a.dtype, b.dtype, epsilon)
+    square = elementwise(jnp.square)
+    terms = lambda a, b: (product(a, b), square(a), square(b))  # noqa: E731
+    dot, square_a, square_b = row_blocks.sums_over_rows(terms, broadcast_alike((a, b), shape), where, axes)
     unmasked_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)
     # In an empty row epsilon must have no effect either.
-    epsilon = selected(jnp.asarray(epsilon, product.dtype), unmasked_rows, 1)
-    similarity = computed_once(_over_norm(_over_norm(product, square_a, epsilon), square_b, epsilon))
+    epsilon = selected(jnp.asarray(epsilon, dot.dtype), unmasked_rows, 1)
+    similarity = computed_once(elementwise(_over_norms)(dot, square_a, square_b, epsilon))
     result = selected(1 - similarity if as_distance else similarity, unmasked_rows)
     return jnp.squeeze(result, axes).astype(dtype)
+
+
+def _over_norms(dot: Array, square_a: Array, square_b: Array, epsilon: Array) -> Array:
+    return _over_norm(_over_norm(dot, square_a, epsilon), square_b, epsilon)
 
 
 def unit_vector(x: Array, axes: Axes) -> Array:

@@ -172,7 +172,7 @@ def _sums(probs: Array, indices: Array, where: Array | None) -> tuple[Array, Arr
     is_valid = jnp.all((indices >= -1) & (indices < number))
     tokens = jnp.broadcast_to(True if where is None else where, (*probs.shape[:-1], 1))
     probability = jnp.sum(masks.selected(widened(probs), where), tuple(range(probs.ndim - 1)))
-    probability = probability * nan_unless(is_valid, probability.dtype)
+    probability = nan_unless(is_valid, probability)
     return _chosen(number, indices), jnp.sum(indices >= 0), probability, unfolded.number_of(tokens)
 
 

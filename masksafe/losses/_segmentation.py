@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from masksafe._core import label_checks, unfolded
+from masksafe._core import label_checks, precision, unfolded
 from masksafe._core.arguments import as_array, as_bool, as_choice, as_float_array, canonical_axes, message
-from masksafe._core.derivatives import without_mask_of_rows
+from masksafe._core.derivatives import elementwise, product, without_mask_of_rows
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, Axes, Axis, DType, LossReduction, jitted
@@ -80,7 +80,7 @@ def dice_loss(
     p, t = _read_operands(op, predictions, targets)
     class_weights = None if class_weights is None else as_array(op, "class_weights", class_weights)
     promoted = [p.dtype, _float_dtype(t, p.dtype), smooth, alpha, beta]
-    dtype = jnp.result_type(*promoted, *([] if class_weights is None else [class_weights]))
+    dtype = precision.promoted(*promoted, *([] if class_weights is None else [class_weights]))
     if p.ndim == 0:
         raise ValueError(message(op, "predictions", "shape ()", "[batch, ..., num_classes]"))
     axes = tuple(range(1, p.ndim - 1)) if axis is None else canonical_axes(op, axis, p.ndim)
@@ -156,12 +156,12 @@ def multiclass_generalized_dice_loss(
     p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
     if p.shape != t.shape or p.ndim == 0:
         raise ValueError(message(op, "targets", f"shape {t.shape}", f"that of predictions {p.shape}, not ()"))
-    dtype = jnp.result_type(p.dtype, _float_dtype(t, jnp.float32), smooth)
+    dtype = precision.promoted(p.dtype, _float_dtype(t, jnp.float32), smooth)
     mask = read_mask(op, where, p.shape, "the input", "elements or rows", tuple(range(p.ndim)))
     apply_softmax, axes = as_bool(op, "apply_softmax", apply_softmax), tuple(range(1, p.ndim - 1))
     losses, unmasked_rows = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), apply_softmax)
 
-    frequencies = unfolded.sum_of(wide_selected(t, mask), range(p.ndim - 1))
+    frequencies = unfolded.sum_of(wide_selected(precision.with_wide_numbers(p, t)[1], mask), range(p.ndim - 1))
     is_present = unfolded.any_of(unmasked_rows, range(unmasked_rows.ndim - 1))
     weights = selected(1 / (jnp.square(frequencies) + 1e-7), is_present)
     number = unfolded.number_of(is_present).astype(weights.dtype)
@@ -228,7 +228,7 @@ def binary_dice_loss(
     axes = tuple(range(1, p.ndim - 1))
     mask = read_mask(op, where, p.shape, "the input", "elements or rows", (*axes, p.ndim - 1))
     losses, _ = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), as_bool(op, "apply_sigmoid", apply_sigmoid))
-    return losses[..., 0].astype(jnp.result_type(p.dtype, _float_dtype(t, p.dtype), smooth))
+    return losses[..., 0].astype(precision.promoted(p.dtype, _float_dtype(t, p.dtype), smooth))
 
 
 def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple[Array, Array]:
@@ -269,18 +269,23 @@ def _evaluate(
 ) -> tuple[Array, Array]:
     # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
     unmasked_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
-    (p, t), pixel_mask = without_mask_of_rows(mask, (*axes, -1), p, t)
+    (p, t), pixel_mask = without_mask_of_rows(mask, (*axes, -1), *precision.with_wide_numbers(p, t))
     p, t = wide_selected(p, pixel_mask), wide_selected(t, pixel_mask)
     if apply_softmax:
         p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, pixel_mask)
     p = selected(p, pixel_mask)
-    overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (p * t, p, t))
+    overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (product(p, t), p, t))
     if pixel_mask is not mask:
         overlap, sum_p, sum_t = (jnp.where(unmasked_rows, x, 0) for x in (overlap, sum_p, sum_t))
-    smooth, alpha, beta = weights
+    unmasked_rows = jnp.broadcast_to(unmasked_rows, overlap.shape)
+    return elementwise(_of_sums)(overlap, sum_p, sum_t, unmasked_rows, *weights), unmasked_rows
+
+
+def _of_sums(
+    overlap: Array, sum_p: Array, sum_t: Array, unmasked: Array, smooth: Array, alpha: Array, beta: Array
+) -> Array:
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
-    unmasked_rows = jnp.broadcast_to(unmasked_rows, union.shape)
-    return 1 - (overlap + smooth) / jnp.where(unmasked_rows, union, 1), unmasked_rows
+    return 1 - (overlap + smooth) / jnp.where(unmasked, union, 1)
 
 
 def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
@@ -294,7 +299,8 @@ def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
 
 def _weight_losses(losses: Array, weights: Array, unmasked_rows: Array) -> Array:
     """The losses `[..., num_classes]` times the weights `[num_classes]`."""
-    return selected(losses * jnp.expand_dims(weights, range(losses.ndim - 1)), unmasked_rows)
+    weights = jnp.expand_dims(precision.with_wide_numbers(losses, weights)[1], range(losses.ndim - 1))
+    return losses * selected(weights, unmasked_rows)
 
 
 def _drop_background(losses: Array, unmasked_rows: Array) -> tuple[Array, Array]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from masksafe._core import row_blocks, sharding
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
+from masksafe._core.derivatives import elementwise
 from masksafe._core.masks import read_mask, selected
+from masksafe._core.precision import promoted, with_wide_numbers
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, DType, Pytree, jitted
 from masksafe._core.unfolded import number_of, sum_of
@@ -71,7 +75,7 @@ def ntxent(
         raise ValueError(message(op, "labels", f"shape {labels.shape}", f"{z.shape[:1]}, the batch of embeddings"))
     mask = read_mask(op, where, z.shape, "the input", "elements or rows", (1,))
     mask = None if mask is None else jnp.broadcast_to(mask, z.shape)
-    dtype = jnp.result_type(z.dtype, temperature)
+    dtype = promoted(z.dtype, temperature)
 
     # The first sample of a pair is split over devices like the batch; the second is gathered on all devices.
     batch = jax.typeof(z).sharding.spec[0] if sharding.is_sharded(z) else None
@@ -176,7 +180,7 @@ def triplet_margin_loss(
     mask = read_mask(op, where, shape, "the input", "elements or rows", axes)
     a, p, n = arrays.values()
     distances = jnp.result_type(a, p), jnp.result_type(a, n)
-    dtype = jnp.result_type(*distances, norm_degree, margin, eps)
+    dtype = promoted(*distances, norm_degree, margin, eps)
     known_degree = norm_degree if isinstance(norm_degree, int) else None  # powers of a known integer are products
     vectors, degree = broadcast_alike(arrays.values(), shape), jnp.asarray(norm_degree)
     return _evaluate_triplets(axes, dtype, known_degree, vectors, mask, degree, margin, eps)
@@ -196,11 +200,16 @@ def _evaluate_triplets(
     unmasked_rows = find_unmasked_rows(mask, axes)
     degrees = () if known_degree is not None else (jnp.reshape(degree, (1,) * vectors[0].ndim),)
 
-    power = jnp.power if known_degree is None else lambda x: jnp.power(x, known_degree)
-    terms = lambda a, p, n, *degree: tuple(power(a - x, *degree) for x in (p, n))  # noqa: E731
+    raised = lambda x, y, *degree: jnp.power(x - y, *(degree or (known_degree,)))  # noqa: E731
+    terms = lambda a, p, n, *degree: tuple(elementwise(raised)(a, x, *degree) for x in (p, n))  # noqa: E731
     sums = row_blocks.sums_over_rows(terms, vectors, mask, axes, *degrees)
     # In an empty row eps is 1, where the derivative of the root of a sum of 0 is finite, and gets no derivative.
     eps = selected(jnp.asarray(eps, sums[0].dtype), unmasked_rows, 1)
-    to_positive, to_negative = (jnp.power(jnp.squeeze(s, axes) + eps, 1 / degree) for s in sums)
-    losses = jnp.maximum(to_positive - to_negative + margin, 0)
+    margin = with_wide_numbers(sums[0], margin)[1]
+    losses = elementwise(_triplet_loss)(*(jnp.squeeze(s, axes) for s in sums), eps, 1 / degree, margin)
     return selected(losses, unmasked_rows).astype(dtype)
+
+
+def _triplet_loss(to_positive: Array, to_negative: Array, eps: Array, exponent: Array, margin: Array) -> Array:
+    distances = (jnp.power(s + eps, exponent) for s in (to_positive, to_negative))
+    return jnp.maximum(functools.reduce(jnp.subtract, distances) + margin, 0)

@@ -88,6 +88,10 @@ def logsumexp(x):
     return np.max(x) + np.log(np.sum(np.exp(x - np.max(x))))
 
 
+def logmeanexp(x):
+    return logsumexp(x) - np.log(len(x))
+
+
 def log_softmax(x):
     return x - logsumexp(x)
 

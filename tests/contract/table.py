@@ -558,6 +558,7 @@ OPS = {
     "softmax": _by_row(masksafe.softmax, of.softmax, (X,), **_keeps),
     "log_softmax": _by_row(masksafe.log_softmax, of.log_softmax, (X,), nothing=(-np.inf,), **_keeps),
     "logsumexp": _by_row(_reduction(masksafe.logsumexp), of.logsumexp, (X,), nothing=(-np.inf,), **_reduces),
+    "logmeanexp": _by_row(_reduction(masksafe.logmeanexp), of.logmeanexp, (X,), nothing=(-np.inf,), **_reduces),
     "logsumexp, factors": _by_row(
         _named(masksafe.logsumexp, "a b", return_sign=True, axis=-1), of.sum_and_sign, (X, Y), nothing=(-np.inf, 0.0)
     ),

@@ -17,6 +17,7 @@ HUGE = np.finfo(np.float32).max
 # The table's labels of these are no distributions, which label checks report.
 FREE_LABELS = "softmax_cross_entropy", "poly_loss_cross_entropy"
 ROWS, LABELS = np.array([True, False, True]), np.array([2, -1, 0])
+WEIGHTS = np.float32([1, np.nan, 2])
 KERNEL = np.where(np.arange(5) < 4, np.ones((3, 5), np.float32), np.float32(np.nan))
 
 
@@ -54,9 +55,18 @@ def _of_targets(features):
 
 
 OPTIONS = {
+    "class weights and label_smoothing": lambda x: losses.softmax_cross_entropy_with_integer_labels(
+        x, LABELS, where=ROWS[:, None] & (np.arange(3) != 1), label_smoothing=0.1, class_weights=WEIGHTS
+    ),
     "z_loss": lambda x: losses.softmax_cross_entropy_with_integer_labels(x, LABELS, where=ROWS[:, None], z_loss=0.1),
     "class_mask and label_smoothing": lambda x: losses.linear_softmax_cross_entropy(
         x, KERNEL, LABELS, where=ROWS, class_mask=jnp.arange(5) < 4, label_smoothing=0.1
+    ),
+    "class weights and class_mask": lambda x: losses.linear_softmax_cross_entropy(
+        x, KERNEL, LABELS, where=ROWS, class_mask=np.arange(5) < 4, label_smoothing=0.1, class_weights=KERNEL[0]
+    ),
+    "class weights of pixels": lambda x: losses.dice_loss(
+        x, np.eye(3), where=ROWS[:, None] & (np.arange(3) != 1), class_weights=WEIGHTS, reduction="none"
     ),
     "masked targets": _of_targets,
 }
@@ -68,6 +78,15 @@ def test_options_are_no_alarm(options):
     with masksafe.label_checks("checkify"):
         check = jax.jit(checkify.checkify(jax.value_and_grad(loss), checkify.all_checks))
         assert check(jnp.where(ROWS[:, None], 1.0, jnp.full((3, 3), jnp.nan)))[0].get() is None
+
+
+def test_segments_of_several_sequences_are_no_alarm():
+    ids, where = np.array([[0, 7, 7], [1, 1, -1]]), np.array([[True, False, True], [True, True, False]])
+    x, weights = np.where(where, np.float32([[[0, 5, 1], [1, 3, 0]], [[1, 1, 2], [2, 4, 1]]]), np.float32(np.nan))
+    mean = lambda x: masksafe.MaskedMean.of(x, where, weights=weights, by="segment", segment_ids=ids).value  # noqa: E731
+    error, (value, _) = jax.jit(checkify.checkify(jax.value_and_grad(mean), checkify.all_checks))(x)
+    assert error.get() is None
+    np.testing.assert_allclose(value, (0 + 1 + 14 / 6) / 3, rtol=1e-6)
 
 
 def test_what_is_not_masked_is_an_alarm():

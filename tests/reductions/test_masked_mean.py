@@ -77,6 +77,21 @@ def test_the_order_of_tokens_and_what_ids_are_called_do_not_matter():
     assert of(X, TOKENS, np.where(TOKENS, IDS, 2**31 - 1)) == expected
 
 
+@pytest.mark.parametrize("tokens", [2**20, 8192])
+def test_a_million_weights_of_a_segment_lose_no_digits(tokens):
+    """Of one document and of three that take turns; weights of one size, and of two."""
+    rng = np.random.default_rng(0)
+    mean = jax.jit(lambda *args: MaskedMean.of(args[0], by="segment", segment_ids=args[1], weights=args[2]).value)
+    turns, steps = rng.integers(0, 3, (1, tokens)), np.where(np.arange(tokens) < tokens // 3, 0.1, 0.7)[None]
+    for ids, weights in ((0 * turns, np.full((1, tokens), 0.1)), (turns, steps), (turns, rng.random((1, tokens)))):
+        weights = weights.astype(np.float32)
+        np.testing.assert_allclose(mean(np.ones((1, tokens), np.float32), ids, weights), 1, rtol=5e-7)
+        x, means = rng.random((1, tokens)).astype(np.float32), []
+        for of_segment in (ids == i for i in range(ids.max() + 1)):
+            means.append(np.average(np.float64(x[of_segment]), weights=np.float64(weights[of_segment])))
+        np.testing.assert_allclose(mean(x, ids, weights), np.mean(means), rtol=5e-7)
+
+
 def test_shapes_of_sequences():
     mean = MaskedMean.of(X[0], by="segment", segment_ids=np.uint8([0, 0, 255, 255, 1, 0]))
     means = [X[0][[0, 1, 5]].mean(), X[0][2:4].mean(), X[0][4]]

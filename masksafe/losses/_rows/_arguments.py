@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.arguments import as_bool, as_float_array, as_label_array, as_number, check_is_known, message
+from masksafe._core.derivatives import product
 from masksafe._core.label_checks import Range, check_elements, check_integer_labels
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, either
@@ -77,7 +78,7 @@ def weights_of_labels(class_weights: Array, labels: Array, unmasked: Array | Non
 
 def weighted_losses(losses: Array, weights: Array) -> Array:
     """The product; with an array of weights 0 for a weight of 0, even where the loss is not finite."""
-    return losses * weights if weights.ndim == 0 else jnp.where(weights == 0, 0, losses * weights)
+    return losses * weights if weights.ndim == 0 else jnp.where(weights == 0, 0, product(losses, weights))
 
 
 def read_labels(op: str, features: Array, labels: ArrayLike) -> Array:

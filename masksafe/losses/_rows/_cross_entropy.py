@@ -26,6 +26,7 @@ probabilities miss, which PolyLoss adds :math:`\epsilon` times,
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -129,7 +130,7 @@ class CrossEntropy(FormulaByParts):
         largest = selected(finite_largest(x), part.unmasked_rows)
         # Divided after the subtraction, as in `Exponentials`.
         z = self._over_temperature(x - largest)
-        terms = self._terms(z, part.class_weights)
+        terms = self._terms(z, part.class_weights, part.unmasked)
         others = {name: total(selected(term, part.unmasked)) for name, term in terms.items()}
         if "prediction" in self.names:
             others["best"] = jnp.full_like(largest, part.first, jnp.int32)  # `_with_best` looks within the part
@@ -149,11 +150,11 @@ class CrossEntropy(FormulaByParts):
         best = _classes_where(x >= largest, part.first) if "prediction" in self.names else None
         return LabelSums(largest, jnp.exp(z), label, **self._terms(z, part.class_weights), best=best)
 
-    def _terms(self, z: Array, class_weights: Array | None) -> dict[str, Array]:
+    def _terms(self, z: Array, class_weights: Array | None, unmasked: Array | None = None) -> dict[str, Array]:
         """The terms of the other sums, by name."""
         terms = {}
         if self.has_mean:
-            terms["weight"], terms["weighted"] = (_weighted(x, class_weights) for x in (jnp.ones_like(z), z))
+            terms["weight"], terms["weighted"] = (_weighted(x, class_weights, unmasked) for x in (jnp.ones_like(z), z))
             if "unmasked_mean" in self.names and class_weights is not None:
                 terms["number"] = jnp.ones_like(z)
         if "entropy" in self.names:
@@ -195,16 +196,16 @@ class CrossEntropy(FormulaByParts):
 
     def outputs(self, sums: LabelSums, data: Array, classes: int) -> Arrays:
         log_total = jnp.log(sums.total)
-        valid = nan_unless(is_class(data, classes), log_total.dtype)  # a product, so that derivatives are NaN as well
+        if_valid = functools.partial(nan_unless, is_class(data, classes))
 
         def output(name: Output) -> Array:
             match name:
                 case "cross_entropy" | "log_prob":
                     z = self._over_temperature(sums.label - sums.largest)
-                    return (log_total - z if name == "cross_entropy" else z - log_total) * valid
+                    return if_valid(log_total - z if name == "cross_entropy" else z - log_total)
                 case "mean" | "unmasked_mean":
                     number = self._number_of_mean(sums, classes)
-                    return (log_total * (sums.weight / number) - sums.weighted / number) * valid
+                    return if_valid(log_total * (sums.weight / number) - sums.weighted / number)
                 case "square":
                     return jnp.square(self._logsumexp(sums))
                 case "entropy":
@@ -256,7 +257,7 @@ class CrossEntropy(FormulaByParts):
             # Selected: for a difference XLA's compiler for GPUs would write the cotangents to memory once more.
             d_x = jnp.where(part.is_label, slopes.at_label, d_x)
         if slopes.weight_factor is not None:
-            d_x -= _weighted(slopes.weight_factor, part.class_weights)
+            d_x -= _weighted(slopes.weight_factor, part.class_weights, part.unmasked)
         d_x = self._over_temperature(d_x)
         capped = d_x if self.soft_cap is None else soft_capped(widened(part.logits), self.soft_cap)
         return pulled_back(d_x, capped, self.soft_cap)
@@ -332,11 +333,11 @@ def _classes_where(found: Array, first: Index) -> Array:
     return jnp.where(found, jnp.asarray(first, jnp.int32) + class_index(found.shape), _NOWHERE)
 
 
-def _weighted(x: Array, weights: Array | None) -> Array:
-    """`x` times the weights of the classes; 0 for a weight of 0, even where `x` is infinite."""
+def _weighted(x: Array, weights: Array | None, unmasked: Array | None) -> Array:
+    """`x` times the weights of the unmasked classes; 0 for a weight of 0, even where `x` is infinite."""
     if weights is None:
         return x
-    weights = jnp.expand_dims(weights, range(x.ndim - 1)).astype(x.dtype)
+    weights = selected(jnp.expand_dims(weights, range(x.ndim - 1)).astype(x.dtype), unmasked)
     return jnp.where(weights == 0, 0.0, x) * weights
 
 
@@ -383,6 +384,11 @@ class TargetCrossEntropy(NamedTuple):
             return slopes, costs
         slopes += self.epsilon * p * (sums.weight - t - (sums.weight - sums.caught))
         return slopes, costs + self.epsilon * (1 - p)
+
+    def has_slopes(self, sums: TargetSums | Exponentials, weight: Array) -> Array:
+        """Whether the slopes of rows are finite: logits have probabilities, and neither targets nor epsilon are bad."""
+        weight = weight if self.epsilon is None else weight * self.epsilon
+        return has_probabilities(sums) & (abs(weight) < jnp.inf)
 
     # The textbook's form, without a selection.
 

@@ -215,12 +215,13 @@ def _in_target_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: 
     (inputs, formula), (d_loss,) = args, d_outputs
 
     def in_one_kernel(inputs: Labelled, is_needed: Array, _: Array) -> Array:
-        x = platforms.unfused(lax.stop_gradient(inputs)).rows(axes)[0]
-        add = lambda is_needed: is_needed | formulas.has_probabilities(Exponentials.of(x)).squeeze(-1)  # noqa: E731
+        x, t = platforms.unfused(lax.stop_gradient(inputs)).rows(axes)[:2]
+        has_slopes = lambda: formula.has_slopes(Exponentials.of(x), jnp.sum(widened(t), -1, keepdims=True))  # noqa: E731
+        add = lambda is_needed: is_needed | has_slopes().squeeze(-1)  # noqa: E731
         return tiles.once_if(unfolded.any_of(~is_needed), add, is_needed)
 
     by_rows = lambda _, is_needed, is_valid: is_needed | is_valid  # noqa: E731
-    needed_and_valid = d_loss != 0, formulas.has_probabilities(residuals[0]).squeeze(-1)
+    needed_and_valid = d_loss != 0, formula.has_slopes(residuals[0], residuals[0].weight).squeeze(-1)
     takes_part = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, *needed_and_valid)
     return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes))), formula
 

@@ -195,7 +195,7 @@ class Divergence(Formula):
         is_valid = jnp.all(has_class, -1) & ~jnp.any(is_repeated(targets.distinct), -1)
         log_probs = selected(targets.log_probs.astype(x.dtype), unmasked, -jnp.inf)
         targets = TopK(log_probs, jnp.clip(targets.classes, 0, number - 1), unmasked)
-        return x, targets, nan_unless(is_valid, x.dtype)[..., None]  # a product makes the derivatives NaN as well
+        return x, targets, nan_unless(is_valid, jnp.ones(is_valid.shape, x.dtype))[..., None]
 
     def _few_classes(self, x: Array, targets: TopK, rest: Exponentials | None) -> tuple[Array, Array]:
         """The logits of student and teacher at the targets; with `rest` also those of all other classes, as one."""
