@@ -57,9 +57,11 @@ OF_ALL_VALUES = ("tests/examples/", "tests/platforms/", "tests/typing/")
 def pytest_itemcollected(item):
     if not hasattr(item, "callspec") or "refus" in item.name or item.nodeid.startswith(OF_ALL_VALUES):
         return
-    is_op = item.callspec.params.get("key") in FEW
-    is_other = any(number and not (is_op and name == "key") for name, number in item.callspec.indices.items())
-    if is_other and not any(map(item.get_closest_marker, ("gpu", "slow"))):
+    is_op, indices = item.callspec.params.get("key") in FEW, item.callspec.indices
+    if item.get_closest_marker("gpu"):  # all but the ops of the contract
+        indices = {name: number for name, number in indices.items() if name == "key"}
+    is_other = any(number and not (is_op and name == "key") for name, number in indices.items())
+    if is_other and not item.get_closest_marker("slow"):
         item.add_marker("forms")
 
 

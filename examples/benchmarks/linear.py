@@ -13,7 +13,6 @@ from typing import Any
 import drawn
 import jax
 import jax.numpy as jnp
-import optax
 from measure import Benchmark, Work, against, cases_of, functional, sized_grid
 
 import masksafe
@@ -62,6 +61,8 @@ def of_masksafe(features: jax.Array, kernel: jax.Array, labels: jax.Array, mask:
 
 
 def of_optax(features: jax.Array, kernel: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
+    import optax  # which need not be installed
+
     logits = jnp.matmul(features, kernel).astype(jnp.float32)
     return mean_of_unmasked(optax.softmax_cross_entropy_with_integer_labels(logits, labels), mask)
 
@@ -147,6 +148,8 @@ def prepare_divergence(direction: str, mask: str, dtype: str, sizes: tuple[int, 
         return losses.linear_kl_divergence(*args[:-1], **of)
 
     def of_optax(*args: jax.Array) -> jax.Array:
+        import optax
+
         features, kernel, target_features, target_kernel, where = args
         logits = features @ kernel, target_features @ target_kernel
         log_q, log_p = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in logits)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import drawn
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from measure import Benchmark, Work, against, by_x, cases_of, eager_too, functional
@@ -50,6 +49,8 @@ def of_masksafe(work: str, axis: int) -> Callable[..., jax.Array]:
 
 def of_flax(work: str, axis: int) -> Callable[..., jax.Array]:
     def norm(x: jax.Array, where: jax.Array | None, *params: jax.Array) -> jax.Array:
+        import flax.linen as nn  # which need not be installed
+
         names = {"params": dict(zip(("scale", "bias"), params, strict=False))}
         of = {"epsilon": EPSILON, "dtype": x.dtype}
         if work == "group norm":

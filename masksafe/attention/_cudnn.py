@@ -2,6 +2,11 @@ r"""cuDNN's attention kernel, reached through `jax.nn`, as a kernel of the contr
 
 It has a causal mask with a left window, and lengths. All other masks become one array of pairs, added to the logits.
 `jax.nn` would add -2**41, which large logits outweigh; here it is -2**126, which no logit outweighs.
+
+With such an array, 64 more keys than a multiple of 128 and a logsumexp below -88.7, cuDNN gives NaN as gradients of
+queries (pytorch#196678, cudnn-frontend#628). So there the array masks 64 more keys, in values too, whose bits do not
+depend on being differentiated. They are written where keys and values are cleaned; blocks would move several times the
+bytes. With one query, gradients of keys and values may be NaN (cudnn-frontend#1072): no odd number is taken.
 """
 
 import dataclasses
@@ -162,8 +167,11 @@ class CuDNN(Kernel):
             # Large numbers are shifted, which changes no weight, so that none is as low as a mask.
             top = lax.stop_gradient(jnp.max(jnp.where(mask, bias, -jnp.inf), -1, keepdims=True))
             bias = jnp.clip(bias - jnp.where(jnp.abs(top) > _LARGE, top, 0), -_HUGE, _HUGE).astype(x.q.dtype)
-        array = jnp.where(mask, bias, jnp.asarray(_MASKED, x.q.dtype))
-        return x.q, x.k, x.v, by_user(array, key_heads, heads, num_queries, num_keys), lengths
+        array = by_user(jnp.where(mask, bias, jnp.asarray(_MASKED, x.q.dtype)), key_heads, heads, num_queries, num_keys)
+        if num_keys % 128 != 64:
+            return x.q, x.k, x.v, array, lengths
+        k, v = (jnp.pad(a, ((0, 0), (0, 64), (0, 0), (0, 0))) for a in (x.k, x.v))
+        return x.q, k, v, jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, 64)), constant_values=_MASKED), lengths
 
     def run_for_reverse(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
         """With a mask in place of a bias `jax.nn` computes no gradient of the bias, which takes as long as the rest."""

@@ -44,6 +44,12 @@ def random_inputs(B=2, T=6, S=7, N=2, K=1, H=4, width=None, dtype=np.float32, se
     return tuple(normals(*shape, seed=(seed, i), dtype=dtype) for i, shape in enumerate(shapes))
 
 
+def with_low_logsumexps(query, key, value):
+    """The inputs, with which all logits are about -120: exp(-logsumexp) overflows."""
+    low = -120 * query.shape[-1] ** 0.5
+    return query.at[..., 0].set(1), key.at[..., 0].set(low), value
+
+
 def hidden_by(live, key_heads=1):
     """Which elements of the query, the key and the value are masked, where `live` has the pairs `[B, N, T, S]`."""
     seen = live.reshape(len(live), key_heads, -1, *live.shape[2:]).any((2, 3)).transpose(0, 2, 1)[..., None]

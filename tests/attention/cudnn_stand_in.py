@@ -6,6 +6,7 @@ Like the kernel it is called through `jax.nn.dot_product_attention`, and has a r
 * A query that sees no key gets an average over masked keys.
 * Queries and keys beyond the lengths are not written; what is found there is 7 here.
 * An array that masks becomes a finite bias, as in `jax.nn`.
+* With an array, and 64 more keys than a multiple of 128, gradients of queries with a logsumexp below -88.7 are NaN.
 * Key heads are shared by groups of query heads, weights are rounded to the dtype of the values.
 * `jax.vmap` may not go over it: `jax.nn` takes a batch in front alone, and older versions only one of all arrays.
 """
@@ -90,6 +91,9 @@ def _reverse(structure, residuals, cotangents):
     q, k, v = _without_vmap(q, k, v)
     _, pull_back = jax.vjp(lambda *args: _results(structure, *args, lengths)[0], q, k, v, bias)
     *gradients, d_bias = pull_back(cotangents[0])
+    if bias is not None and k.shape[1] % 128 == 64:
+        lse = _results(structure, q, k, v, bias, lengths)[1]
+        gradients[0] = jnp.where((lse < -88.7)[..., None], jnp.nan, gradients[0])
     if lengths is not None:
         gradients = [_unwritten_beyond(n, x) for n, x in zip((lengths[0], *2 * (lengths[1],)), gradients, strict=True)]
     return (*gradients, d_bias, None)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, causal, exact, loss, normals, random_inputs, with_gradients
+from attention_cases import attention, causal, exact, loss, normals, random_inputs, with_gradients, with_low_logsumexps
 from comparisons import assert_close, assert_same_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -51,7 +51,56 @@ def test_float16_without_an_array_that_masks(stand_in):
     assert_close(actual, (out, [of_all[n] for n in ("query", "key", "value")]), 4e-3)
 
 
+MANY = 192  # keys, 64 more than a multiple of 128
+MANY_PAIRS = np.random.default_rng(3).random((2, 4, T, MANY)) < 0.7
+MANY_IDS = np.arange(MANY) % 3
+FAULTY = {
+    "mask": (dict(mask=MANY_PAIRS), MANY_PAIRS),
+    "causal, mask, lengths": (
+        dict(mask=MANY_PAIRS, is_causal=True, key_value_seq_lengths=np.array([MANY, 5])),
+        MANY_PAIRS & causal(T, MANY) & (np.arange(MANY) < np.array([MANY, 5])[:, None, None, None]),
+    ),
+    "segments": (
+        dict(query_segment_ids=np.arange(T)[None] % 2, key_value_segment_ids=MANY_IDS[None]),
+        (np.arange(T)[:, None] % 2 == MANY_IDS)[None, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_gradients_where_the_kernel_alone_has_nan(name):
+    """An array that masks, 64 more keys than a multiple of 128, and a low logsumexp."""
+    arguments, live = FAULTY[name]
+    live = np.broadcast_to(live, MANY_PAIRS.shape)
+    inputs = with_low_logsumexps(*map(jnp.asarray, inputs_of(S=MANY)))
+    d_out = normals(2, T, 4, 8, seed=6).astype(jnp.bfloat16)
+    (out, _), of_all = exact(*inputs, live, d_out=d_out)
+    actual = with_gradients(functools.partial(attention, implementation="cudnn", **arguments))(inputs, d_out)
+    assert_close(actual, (out, [of_all[n] for n in ("query", "key", "value")]), 4e-2)
+
+
+def test_gradients_of_a_bias_where_the_kernel_alone_has_nan():
+    inputs = with_low_logsumexps(*map(jnp.asarray, inputs_of(S=MANY)))
+    bias, d_out = normals(2, 4, T, MANY, seed=5).astype(jnp.bfloat16), normals(2, T, 4, 8, seed=6).astype(jnp.bfloat16)
+    (out, _), of_all = exact(*inputs, True, bias, d_out=d_out)
+    actual = with_gradients(functools.partial(attention, implementation="cudnn"))((*inputs, bias), d_out)
+    assert_close(actual, (out, [of_all[n] for n in ("query", "key", "value", "bias")]), 4e-2)
+
+
+def test_keys_are_padded_only_where_the_kernel_would_fail(monkeypatch):
+    found, kernel = [], jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda q, k, *a, **kw: (found.append(k.shape[1]), kernel(q, k, *a, **kw))[1]
+    )
+    for keys, masks in ((192, True), (64, True), (192, False), (128, True), (136, True)):
+        inputs = inputs_of(S=keys)
+        mask = np.ones((T, keys), bool) if masks else None
+        jax.eval_shape(functools.partial(attention, mask=mask, implementation="cudnn"), *inputs)
+    assert found == [256, 128, 192, 128, 136]
+
+
 REFUSED = [
+    (dict(T=1), {}, "the number of queries or of keys is odd"),
     (dict(dtype=np.float32), {}, "the dtype is float32, not float16 or bfloat16"),
     (dict(H=12), {}, "the width 12 is not a multiple of 8"),
     (dict(width=16), {}, "the value's width is not the query's"),

@@ -6,12 +6,73 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, below, causal, exact, hidden_by, normals, random_inputs, window, with_gradients
+from attention_cases import (
+    attention,
+    below,
+    causal,
+    exact,
+    hidden_by,
+    normals,
+    random_inputs,
+    replaced,
+    window,
+    with_gradients,
+    with_low_logsumexps,
+)
 from comparisons import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
 B, T, N, K, H = 2, 128, 4, 2, 64
+both_implementations = pytest.mark.parametrize("implementation", ["xla", "cudnn"])
+
+
+# First what may be wrong on a GPU alone.
+
+
+def assert_gradients(fn, inputs, d_out, live=True):
+    """All are finite, and right but for the column of the large element, in which they are rounded."""
+    out, gradients = jax.tree.map(np.float32, with_gradients(fn)(inputs, d_out))
+    (expected, _), of_all = exact(*inputs, live, d_out=d_out)
+    np.testing.assert_allclose(out, expected, rtol=2e-2, atol=2e-2)
+    for actual, name in zip(gradients, ("query", "key", "value"), strict=True):
+        assert np.isfinite(actual).all()
+        right = of_all[name][..., 1:]
+        np.testing.assert_allclose(actual[..., 1:], right, rtol=3e-2, atol=2e-2 * np.abs(right).max())
+
+
+@both_implementations
+@pytest.mark.parametrize("masks", ["mask", "bias"])
+@pytest.mark.parametrize("keys", [64, 192])
+def test_gradients_with_64_more_keys_than_a_multiple_of_128_and_a_low_logsumexp(keys, masks, implementation):
+    inputs = with_low_logsumexps(*(jnp.asarray(x, jnp.bfloat16) for x in random_inputs(1, 64, keys, N, K, H)))
+    live = np.random.default_rng(3).random((1, N, 64, keys)) < 0.7
+    bias = jnp.asarray(np.where(live, 0, -np.inf), jnp.bfloat16)
+    fn = functools.partial(attention, implementation=implementation, **{masks: live if masks == "mask" else bias})
+    assert_gradients(fn, inputs, jnp.asarray(normals(1, 64, N, H, seed=9), jnp.bfloat16), live)
+
+
+def test_gradients_of_one_query_with_a_low_logsumexp():
+    inputs = with_low_logsumexps(*(jnp.asarray(x, jnp.bfloat16) for x in random_inputs(1, 1, 128, 2, 2, H)))
+    assert_gradients(attention, inputs, jnp.asarray(normals(1, 1, 2, H, seed=9), jnp.bfloat16))
+    with pytest.raises(ValueError, match="the number of queries or of keys is odd"):
+        attention(*inputs, implementation="cudnn")
+
+
+@pytest.mark.parametrize("length", [64, 256, 63, 32])
+def test_a_nan_shows_in_gradients(length):
+    fn = with_gradients(functools.partial(attention, implementation="xla"))
+    inputs, d_out = random_inputs(1, length, length, 1, 1, 8), np.ones((1, length, 1, 8), np.float32)
+    for operand, everywhere in ((0, (False, False, True, True)), (1, (True,) * 4), (2, (True,) * 4)):
+        bad = replaced(inputs[operand], (0, 3, 0, 5), np.nan)
+        out, gradients = fn((*inputs[:operand], bad, *inputs[operand + 1 :]), d_out)
+        for array, is_all in zip((out, *gradients), everywhere, strict=True):
+            rows = np.isnan(array[0, :, 0]).all(-1)
+            np.testing.assert_array_equal(rows, (np.arange(length) == 3) | is_all)
+
+
+# The contract.
+
 KEYS = np.random.default_rng(0).random((B, 1, 1, T)) < 0.6
 KEYS[1] = False
 PAIRS = np.random.default_rng(1).random((B, N, T, T)) < 0.4
@@ -35,7 +96,6 @@ CASES = {
     "two sides": (dict(local_window_size=(20, 9)), window(T, T, 20, 9)),
 }
 CASES = {name: (arguments, np.broadcast_to(live, (B, N, T, T))) for name, (arguments, live) in CASES.items()}
-both_implementations = pytest.mark.parametrize("implementation", ["xla", "cudnn"])
 each_case = pytest.mark.parametrize("case", CASES)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import time
 
 import accuracy
 import command
@@ -63,13 +62,43 @@ def test_the_command_measures_draws_and_fills_and_tells_what_failed(tmp_path, mo
     [
         (lambda case: compiled.rows_of("powers", case, "cpu"), "bytes_moved"),
         (lambda case: compiled.sizes_of("powers", case), "instructions"),
-        (lambda case: gpu.rows_of("powers", case, 1e9, time.monotonic() + 600), "median_ms"),
     ],
 )
 def test_every_candidate_has_figures(rows_of, figure):
     rows = list(rows_of(CASES[1]))
     assert [(row.what, row.candidate) for row in rows] == EACH
     assert all(getattr(row, figure) > 0 for row in rows)
+
+
+def test_on_a_gpu_every_candidate_has_a_line_at_once(capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "is_installed", lambda name: name != "optax")
+    bad = dataclasses.replace(
+        CASES[0], work="bad", prepare=lambda: measure.Work({"masksafe": lambda x: 1 / 0}, (np.ones(2),))
+    )
+    monkeypatch.setattr(gpu, "cases", lambda tiny: [*CASES[:1], bad])
+    gpu.main(["--tiny"])
+    *_, ours, peer, failed = capsys.readouterr().out.splitlines()
+    assert float(ours.split("|")[5]) > 0
+    assert "optax | not installed" in peer
+    assert "masksafe | ZeroDivisionError: division by zero" in failed
+    gpu.main(["--tiny", "--seconds", "1", "--only", "power"])
+    assert capsys.readouterr().out.splitlines()[-1] == "| power | none | 3 | all | no time left |  |"
+
+
+TINY = {}
+for case in gpu.cases(tiny=True):
+    TINY.setdefault(case.work, []).append(case)
+
+
+@pytest.mark.parametrize("work", [pytest.param(w, marks=[pytest.mark.slow] * (w != "cross-entropy")) for w in TINY])
+def test_programs_of_a_gpu_are_lowered_for_it_and_the_formulas_agree(work):
+    for case in TINY[work]:
+        found = case.prepare()
+        names = [name for name in found.functions if name in ("masksafe", "formula", "jax.nn", "jax.lax", "JAX")]
+        steps = [measure.pulled_back(found.functions[name], found.args, found.leaves) for name in names]
+        jax.export.export(jax.jit(steps[0][0]), platforms=["cuda"])(*steps[0][1])
+        values = [jax.jit(step)(*args)[0] for step, args in steps]
+        assert_close(values[1:], values[:1] * len(values[1:]), 4e-2)
 
 
 @pytest.mark.slow
