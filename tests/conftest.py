@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for the tests of sharding, which programs are optimised, and which tests run by default."""
+"""Eight virtual CPU devices for the tests of sharding, and XLA's optimisations for those marked `optimised`."""
 
 import contextlib
 import gc
@@ -18,7 +18,6 @@ os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from tiers import AS_OF_USERS, FEW  # noqa: E402
 
 from masksafe._core import platforms  # noqa: E402
 
@@ -26,56 +25,12 @@ from masksafe._core import platforms  # noqa: E402
 # the time.
 gc.set_threshold(200_000, 20, 100)
 
-# Here programs are optimised, as those of users are, or what optimising them saves is tested. One way to call an op of
-# the contract, or to differentiate it twice, is compared with another without it, and so are ops that are computed like
-# another one, and a form of attention with the numbers that it should give.
-OPTIMISED = (
-    "tests/attention/test_attention_formula.py",
-    "tests/attention/test_attention_precision.py",
-    "tests/attention/test_attention_transforms.py",
-    "tests/contract/",
-    "tests/core/test_unfolded.py::test_xla_prints_no_alarm",
-    "tests/platforms/",
-    "tests/segments/test_segment_programs.py",
-)
-NOT_OPTIMISED = (
-    "tests/contract/test_alarms.py",
-    "tests/contract/test_autodiff.py::test_reverse_over_reverse",
-    "tests/contract/test_export.py",
-    "tests/contract/test_no_influence.py::test_the_tangent_of_what_is_masked_is_in_no_gradient",
-    "tests/contract/test_one_answer.py",
-    "tests/contract/test_replaced_rows.py",
-    "tests/contract/test_shard_map.py",
-)
-
-
-# A case compiles a program, or more: the first value of each parameter runs by default, and of the ops of the contract
-# one of each kind; the others with `-m forms`. All run of what is refused, which compiles nothing, and here.
-OF_ALL_VALUES = ("tests/examples/", "tests/platforms/", "tests/typing/")
-
-
-def pytest_itemcollected(item):
-    if not hasattr(item, "callspec") or "refus" in item.name or item.nodeid.startswith(OF_ALL_VALUES):
-        return
-    is_op, indices = item.callspec.params.get("key") in FEW, item.callspec.indices
-    if item.get_closest_marker("gpu"):  # all but the ops of the contract
-        indices = {name: number for name, number in indices.items() if name == "key"}
-    is_other = any(number and not (is_op and name == "key") for name, number in indices.items())
-    if is_other and not item.get_closest_marker("slow"):
-        item.add_marker("forms")
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU, and JAX's default device is {jax.devices()[0]}")
-    optimises = item.nodeid.startswith(OPTIMISED) and not item.nodeid.startswith(NOT_OPTIMISED)
-    if item.nodeid.startswith("tests/attention/"):
-        optimises &= not item.get_closest_marker("forms")
-    if item.nodeid.startswith("tests/contract/") and hasattr(item, "callspec"):
-        is_one = item.callspec.params.get("key", AS_OF_USERS[0]) in AS_OF_USERS
-        optimises &= is_one or "large_arrays" in item.nodeid or bool(item.get_closest_marker("slow"))
-    jax.config.update("jax_disable_most_optimizations", IS_FAST and not optimises)
+    jax.config.update("jax_disable_most_optimizations", IS_FAST and not item.get_closest_marker("optimised"))
 
 
 @pytest.fixture

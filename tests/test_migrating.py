@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from comparisons import assert_close, with_gradients
+from tiers import parametrize
 
 import masksafe
 from masksafe.testing import assert_mask_safe
@@ -206,7 +206,7 @@ def ours(row):
     return fn
 
 
-@pytest.mark.parametrize("name", ROWS)
+@parametrize("name", ["mean"], exhaustive=ROWS)
 def test_the_row_has_the_values_and_gradients_of_the_formula(name):
     row = ROWS[name]
     arguments = tuple(map(jnp.asarray, row.arguments.values()))
@@ -217,7 +217,7 @@ def test_the_row_has_the_values_and_gradients_of_the_formula(name):
     assert_close(actual, expected, 2e-5, 1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.masked])
+@parametrize("name", ["mean"], exhaustive=[name for name, row in ROWS.items() if row.masked])
 def test_garbage_under_the_mask_changes_nothing(name):
     row = ROWS[name]
     masked = {i: ~row.masked[a] for i, a in enumerate(row.arguments) if a in row.masked}

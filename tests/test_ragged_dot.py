@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from tiers import parametrize
 
 import masksafe
 
@@ -56,10 +57,10 @@ def test_what_is_bad_in_a_matrix_shows_in_its_column_of_its_rows():
     np.testing.assert_array_equal(np.flatnonzero(np.isnan(d_w).any((1, 2))), [2])
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("sizes", "first_bad_row"),
-    [
-        ([3, 0, 4, 9, 0], 7),
+    [([3, 0, 4, 9, 0], 7)],
+    exhaustive=[
         ([3, -1, 4, 2, 0], 3),
         ([13, 0, 0, 0, 0], 0),
         ([2**31 - 1] * 5, 0),
@@ -158,7 +159,7 @@ def test_a_vmap_of_a_vmap():
     assert_are_those_of_the_definition(results, (MANY_X, MANY_W, MANY_SIZES), (MANY_POLLUTED, MANY_W, MANY_SIZES))
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@parametrize("platform", ["tpu"], exhaustive=["cuda"])
 def test_a_vmap_stays_one_product_of_an_accelerator(platform):
     def of_rows(x, w, sizes):
         gradients = jax.grad(functools.partial(total, masksafe.ragged_dot), (0, 1))
@@ -177,7 +178,7 @@ def test_a_vmap_of_nothing():
     np.testing.assert_array_equal(out, np.zeros((3, ROWS, OUT)))
 
 
-@pytest.mark.parametrize("place", ["arguments", "samples"])
+@parametrize("place", ["arguments"], exhaustive=["samples"])
 def test_whole_arrays_and_samples_on_an_explicit_mesh(place):
     mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Explicit,))
     on_mesh = lambda a, spec: jax.device_put(a, jax.NamedSharding(mesh, spec))  # noqa: E731

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import parametrize
 
 import masksafe
 from masksafe.__main__ import main
@@ -33,10 +34,10 @@ def with_labels_that_wrap(logits, labels, where):
     return cross_entropy(logits, labels % CLASSES, where=where)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("op", "fn", "expected", "finding"),
-    [
-        ("smooth_labels", lambda labels, alpha, where: labels, "leaks", "A masked element is not gone"),
+    [("smooth_labels", lambda labels, alpha, where: labels, "leaks", "A masked element is not gone")],
+    exhaustive=[
         ("smooth_labels", lambda labels, where: labels, "refused", "TypeError: "),
         ("smooth_labels", lambda labels, alpha, where: jnp.where(where, jnp.nan, 0), "wrong", "NaN: got"),
         ("smooth_labels", lambda labels, alpha, where: where.all() - 1.0, "wrong", "with everything masked: got"),
@@ -99,8 +100,8 @@ def mean_by_products():
     return lambda x: (x * mask).sum(-1) / mask.sum(-1), (X,), {0: mask == 0}
 
 
-@pytest.mark.parametrize(
-    ("case", "status", "verdict"), [("mean_by_products", 1, "leaks"), ("mean_of_rows", 0, "right")]
+@parametrize(
+    ("case", "status", "verdict"), [("mean_by_products", 1, "leaks")], exhaustive=[("mean_of_rows", 0, "right")]
 )
 def test_a_function_of_the_user_gets_a_verdict(case, status, verdict, capsys):
     assert main([f"own_cases:{case}"]) == status

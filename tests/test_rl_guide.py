@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from tiers import parametrize
 
 GUIDE = Path(__file__).parents[1] / "docs/guides/rl_and_preference_tuning.md"
 
@@ -80,10 +81,10 @@ def test_ppo(guide):
     check(guide, guide["ppo_loss"], loss_alone, guide["outputs"], guide["ppo_batch"])
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("average", "mean"),
-    [
-        ("token_mean", lambda losses: numbers(losses).mean()),
+    [("token_mean", lambda losses: numbers(losses).mean())],
+    exhaustive=[
         ("sequence_mean", lambda losses: jnp.stack([x.mean() for x in losses]).mean()),
         ("over_constant", lambda losses: numbers(losses).sum() / 30),
     ],

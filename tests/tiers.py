@@ -1,28 +1,35 @@
-"""Which cases of a test run by default, and how programs are compiled that have to be those of users."""
+"""The marks that say which tests run, and how: `exhaustive`, `optimised`, and pytest's own words for parameters."""
 
 import functools
 import itertools
 
 import jax
+import pytest
 
-# Ops of the contract's table: each of these has a loop, a layout or a rule of its own; the others are computed like one
-# of them.
-KINDS = ("softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels", "cosine_similarity", "kl_divergence")
-KINDS += ("layer_norm", "batch_norm", "log_softmax", "var", "max", "segment_max", "segment_softmax", "squared_error")
-KINDS += ("linear_softmax_cross_entropy", "linear_kl_divergence", "info_nce_loss", "dot_product_attention")
-# Those that run by default.
-FEW = ("softmax_cross_entropy_with_integer_labels", "layer_norm", "segment_softmax", "linear_softmax_cross_entropy")
-FEW += ("dot_product_attention",)
-# Of these the contract's programs are compiled as those of users. Attention has large ones, and such tests of its own.
-AS_OF_USERS = tuple(key for key in KINDS if key != "dot_product_attention")
+# XLA's optimisations, which the tests' processes do without by default, and the emitters of XLA's CPU compiler, which
+# later versions always have (conftest.py).
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+OPTIMISED |= {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 
-# By default the tests' processes do without the emitters (conftest.py), which later versions always have.
-EMITTERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else None
+
+def exhaustive_params(values):
+    """For a fixture or a list of parameters: values that repeat what the others prove."""
+    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+
+
+def parametrize(names, values, *, exhaustive, **options):
+    """`pytest.mark.parametrize` by values, and by those in `exhaustive`, which repeat what the others prove."""
+    is_one = isinstance(names, str) and "," not in names
+    is_given = lambda value: any(value is v or (isinstance(v, str) and value == v) for v in values)  # noqa: E731
+    repeated = [
+        pytest.param(*([v] if is_one else v), marks=pytest.mark.exhaustive) for v in exhaustive if not is_given(v)
+    ]
+    return pytest.mark.parametrize(names, [*values, *repeated], **options)
 
 
 def optimised_jit(fn):
-    """`jax.jit` with them; within another program the function itself, for JAX refuses compiler options there."""
-    program = jax.jit(fn, compiler_options=EMITTERS)
+    """`jax.jit` with XLA's optimisations; within another program the function itself: JAX refuses options there."""
+    program = jax.jit(fn, compiler_options=OPTIMISED)
 
     @functools.wraps(fn)
     def run(*args):

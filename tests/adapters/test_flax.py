@@ -13,6 +13,7 @@ from attention_in_flax import make_modern_layer
 from flax import linen, nnx
 from flax.serialization import from_bytes, to_bytes
 from flax_cases import MASK, MASKED, PAIRS, VALID, Linen, Nnx, X, attention, filled, norm, value_and_gradients
+from tiers import parametrize
 
 from masksafe.adapters import flax_attention
 
@@ -21,12 +22,18 @@ def ids(value):
     return value.__name__.lower() if isinstance(value, type) else None
 
 
-each_library = pytest.mark.parametrize("flax", [Nnx, Linen], ids=ids)
+each_library = parametrize("flax", [Nnx], exhaustive=[Linen], ids=ids)
 
 COMPARED = {Nnx: cases.NORMS, Linen: cases.NORMS | cases.OF_LINEN}
+OF_LIBRARIES = [(flax, n) for flax, norms in COMPARED.items() for n in norms]
 
 
-@pytest.mark.parametrize(("flax", "name"), [(flax, n) for flax, norms in COMPARED.items() for n in norms], ids=ids)
+@parametrize(
+    ("flax", "name"),
+    OF_LIBRARIES[:1],
+    exhaustive=OF_LIBRARIES,
+    ids=ids,
+)
 def test_norms_have_the_state_values_and_gradients_of_flax(flax, name):
     layers = [norm(flax, module, name) for module in (flax.ours, flax.own)]
     (_, *state), (_, *expected) = map(flax.split, layers)
@@ -36,7 +43,7 @@ def test_norms_have_the_state_values_and_gradients_of_flax(flax, name):
     cases.assert_close(*results, jnp.bfloat16 if is_narrow else None)
 
 
-@pytest.mark.parametrize("name", MASKED)
+@parametrize("name", ["layer"], exhaustive=MASKED)
 @each_library
 def test_norms_do_not_see_what_is_masked(flax, name):
     layer, own = (norm(flax, module, name) for module in (flax.ours, flax.own))
@@ -83,10 +90,10 @@ def test_refusals_name_the_layer_and_the_argument(flax, layer, options, x, argum
 # Attention.
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("flax", "options", "arguments"),
-    [
-        (Nnx, {"normalize_qk": True, "out_features": 3}, {"is_causal": True}),
+    [(Nnx, {"normalize_qk": True, "out_features": 3}, {"is_causal": True})],
+    exhaustive=[
         (Nnx, {"num_kv_heads": 1, "use_bias": False, "dropout_rate": 0.5, "deterministic": True}, {"is_causal": True}),
         (Nnx, {"dtype": jnp.bfloat16}, {"is_causal": True}),
         (Linen, {"normalize_qk": True, "out_features": 3}, {"mask": np.tri(4)[None, None]}),
@@ -114,9 +121,14 @@ def test_attention_does_not_see_what_is_masked(flax):
     np.testing.assert_allclose(y[VALID], own(X, mask=PAIRS)[VALID], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+IN_CONTEXT = [(Nnx, ("inputs_k", "inputs_v")), (Linen, ("inputs_k", "inputs_v"))]
+IN_CONTEXT += [(Nnx, ("inputs_k",)), (Linen, ("inputs_kv",))]
+
+
+@parametrize(
     ("flax", "keywords"),
-    [*((flax, ("inputs_k", "inputs_v")) for flax in (Nnx, Linen)), (Nnx, ("inputs_k",)), (Linen, ("inputs_kv",))],
+    IN_CONTEXT[:1],
+    exhaustive=IN_CONTEXT,
     ids=ids,
 )
 @pytest.mark.filterwarnings("ignore:The inputs_kv arg:DeprecationWarning")
@@ -143,7 +155,7 @@ def test_attention_decodes_step_by_step_what_it_computes_at_once(flax):
     np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("flax", "heads"), [(Nnx, cases.HEADS), (Nnx, 1), (Linen, 1), (Linen, cases.HEADS)], ids=ids)
+@parametrize(("flax", "heads"), [(Nnx, cases.HEADS)], exhaustive=[(Nnx, 1), (Linen, 1), (Linen, cases.HEADS)], ids=ids)
 def test_a_step_of_decoding_whose_query_sees_nothing_is_gone(flax, heads):
     layer, bad = flax.decoder(X[:1, :3]), jnp.full_like(X[:1, :1], jnp.nan)
     mask = jnp.broadcast_to(jnp.array([False, True, True]), (1, heads, 1, 3))  # the later columns are not written yet
@@ -199,7 +211,7 @@ def test_of_a_cache_a_causal_mask_hides_nothing():
     np.testing.assert_allclose(out, jnp.ones((1, 1, 2, 4)), rtol=1e-6)
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_sinks_score_mod_and_mask_mod_inside_of_a_layer():
     layer, x = make_modern_layer(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (2, 5, 8))
     expected, moved = layer(x), layer(x.at[:, 2].add(1.0))  # the first key of the second chunk
@@ -249,7 +261,7 @@ def test_a_model_moves_by_one_import_with_its_checkpoint_and_back(flax):
 # What flax.linen has of its own.
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_attention_promotes_queries_and_context_as_flax_does():
     layers = (attention(Linen, module, param_dtype=jnp.bfloat16) for module in (Linen.ours, linen))
     cases.assert_close(*(layer(X.astype(jnp.bfloat16), X) for layer in layers), jnp.bfloat16)
@@ -262,7 +274,7 @@ def test_a_call_of_attention_is_recorded_once():
     np.testing.assert_array_equal(recorded, out)
 
 
-@pytest.mark.parametrize("name", ["layer", "rms", "group"])
+@parametrize("name", ["layer"], exhaustive=["rms", "group"])
 def test_a_list_is_an_array(name):
     layer, _ = norm(Linen, Linen.ours, name).unbind()
     x, key = [[1.0, 2.0, 3.0, 4.0]], jax.random.key(0)

@@ -53,14 +53,14 @@ def test_what_a_causal_mask_and_padding_on_the_left_hide_together_is_gone():
     assert jnp.all(y[:, :2] == 0)
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_a_single_causal_query_sees_the_first_key_alone():
     layer, mask = attention(Nnx, ours), jnp.ones((1, 1, 1, 4), bool)
     out = layer(X[:, :1], X, mask=mask, is_causal=True)
     np.testing.assert_allclose(out, layer(X[:, :1], X[:, :1]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_a_later_step_may_see_a_key_that_its_own_query_does_not():
     layer, x = attention(Nnx, ours, decode=True), X[:1]
     layer.init_cache((1, 4, CHANNELS))
@@ -77,7 +77,7 @@ def test_decoding_refuses_a_mask_of_more_than_its_query_and_leaves_the_cache():
     assert layer.cache_index[...] == 0
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_attention_takes_inputs_without_a_batch_and_another_function():
     identity = lambda query, key, value, **options: value  # noqa: E731
     layer = attention(Nnx, ours, attention_fn=identity)

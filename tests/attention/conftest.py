@@ -2,6 +2,7 @@
 
 import pytest
 from attention_cases import by_rows, decode_always, shrink_blocks
+from tiers import exhaustive_params
 
 # The table of the contract has many blocks and rows: by default the rest is tried in another one.
 FORMS = {
@@ -13,7 +14,7 @@ FORMS = {
 }
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=["blocks of keys", *exhaustive_params(name for name in FORMS if name != "blocks of keys")])
 def form(request, choose):
     FORMS[request.param](choose)
     return request.param

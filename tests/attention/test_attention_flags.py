@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import attention, normals, random_inputs, replaced
+from tiers import parametrize
 
 import masksafe
 from masksafe import attention_masks
@@ -76,7 +77,7 @@ EXECUTORS = {
 }
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@parametrize("executor", ["kernel of a user"], exhaustive=EXECUTORS)
 def test_no_rank_and_no_dtype_is_promoted(executor, choose):
     """Beside integers of 64 bits. Of some second derivatives too: those of blocks, whatever computes the first."""
     implementation, arguments, adjust = EXECUTORS[executor]
@@ -124,7 +125,7 @@ EAGER = {
 }
 
 
-@pytest.mark.parametrize("name", EAGER)
+@parametrize("name", ["many queries"], exhaustive=EAGER)
 def test_nan_under_the_mask_is_no_alarm_in_eager_code(name, choose):
     """Nor where it is kept for the reverse pass; and an unmasked one is an alarm."""
     choose(attention=dict(most_weights_kept=0))

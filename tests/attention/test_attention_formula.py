@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from attention_cases import CASES, attention, causal, exact, normals, random_inputs, with_gradients
 from comparisons import assert_close, assert_same_bits
+from tiers import parametrize
 
 from masksafe._core import platforms
 from masksafe.attention._formula import Formula
+
+pytestmark = pytest.mark.optimised
 
 IN_KERNELS = [name for name in CASES if "offsets" not in name]  # which are known for all samples, or not at all
 GARBAGE = [np.nan, np.inf, -np.inf, 1e38]
@@ -34,7 +37,7 @@ def values(arguments, **others):
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("name", dict.fromkeys(("bias of -inf", *IN_KERNELS)))
+@parametrize("name", ["bias of -inf"], exhaustive=IN_KERNELS)
 def test_values_and_garbage(name):
     arguments, live = CASES[name]
     inputs, bias = random_inputs(), arguments.get("bias", 0.0)
@@ -59,7 +62,7 @@ def test_values_and_garbage(name):
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("name", dict.fromkeys(("causal, dead rows", *IN_KERNELS)))
+@parametrize("name", ["causal, dead rows"], exhaustive=IN_KERNELS)
 def test_gradients_and_garbage(name):
     """Of problems of one block, whose reverse pass wants no more of the forward pass."""
     arguments, live = CASES[name]
@@ -99,7 +102,7 @@ def test_a_bias_of_64_bits_below_all_logits_masks():
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@parametrize("dtype", [jnp.bfloat16], exhaustive=[jnp.float16])
 def test_options_and_narrow_dtypes(dtype):
     inputs = [jnp.asarray(x, dtype) for x in random_inputs(N=4, K=2)]
     out, lse = values(dict(is_causal=True, logit_soft_cap=2.0, scale=0.7))(*inputs)

@@ -10,6 +10,7 @@ import pytest
 from attention_cases import attention, exact, normals, random_inputs, replaced, with_gradients
 from comparisons import assert_close
 from jax.sharding import AxisType, PartitionSpec
+from tiers import parametrize
 
 import masksafe
 from masksafe import attention_masks
@@ -49,7 +50,7 @@ def test_a_function_is_traced_once_and_compiled_once():
     assert np.abs(first - second).max() > 1e-3
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda fn: jax.checkpoint(jax.jit(fn))], ids=["jit", "remat"])
+@parametrize("wrap", [jax.jit], exhaustive=[lambda fn: jax.checkpoint(jax.jit(fn))], ids=["jit", "remat"])
 def test_functions_that_read_alike_but_hold_other_constants_are_told_apart(wrap):
     query, key, value = random_inputs()
     outs = []
@@ -61,7 +62,7 @@ def test_functions_that_read_alike_but_hold_other_constants_are_told_apart(wrap)
     assert_close(outs, expected)
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_functions_that_differ_in_what_is_not_shown_are_told_apart():
     """A rule of derivatives."""
     query, key, value = random_inputs()
@@ -135,7 +136,7 @@ def random_slopes(x, batch, head, q, k):
     return x + jax.random.uniform(jax.random.fold_in(jax.random.key(0), head), ()) * q
 
 
-@pytest.mark.parametrize("mod", [lambda *_: 1.0, random_slopes], ids=["constant", "random"])
+@parametrize("mod", [lambda *_: 1.0], exhaustive=[random_slopes], ids=["constant", "random"])
 def test_constants_and_random_numbers_in_shard_map(mod):
     fn, inputs = functools.partial(attention, score_mod=mod), random_inputs()
     assert_close(with_gradients(in_shard_map(fn))(inputs, COTANGENTS[0]), with_gradients(fn)(inputs, COTANGENTS[0]))

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import attention, exact, normals, random_inputs, with_gradients
+from tiers import parametrize
 
 import masksafe
+
+pytestmark = pytest.mark.optimised
 
 # Queries, keys, width, and the standard deviation of queries and keys.
 SIZES = {
@@ -28,7 +31,7 @@ SIZES = {
 FEW_KEYS = [name for name in SIZES if name.startswith("few keys")]
 
 
-@pytest.mark.parametrize("name", SIZES)
+@parametrize("name", ["larger logits"], exhaustive=SIZES)
 def test_gradients_are_as_exact_as_those_of_the_plain_formula(name):
     T, S, H, deviation = SIZES[name]
     fns = with_gradients(attention), with_gradients(jax.nn.dot_product_attention)
@@ -66,7 +69,7 @@ def test_with_one_key_queries_and_keys_have_no_gradient(form):
         assert (d_value != 0).any()
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_second_order_is_as_exact_as_that_of_the_plain_formula_where_logits_are_large(form):
     def hessian_of(fn, derivative=jax.hessian):
         return jax.jit(derivative(lambda q, k, v: jnp.sum(fn(q, k, v) ** 2)))

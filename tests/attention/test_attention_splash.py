@@ -28,6 +28,7 @@ from attention_cases import (
 from comparisons import assert_close, assert_same_bits
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiers import parametrize
 
 from masksafe._core import platforms
 from masksafe.attention import _splash
@@ -94,8 +95,8 @@ def cotangents_of(live, dtype=np.float32):
     return np.where(is_empty[..., None], np.nan, D_OUT).astype(dtype), np.where(is_empty, np.inf, D_LSE)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", CASES)
+@parametrize("dtype", [np.float32], exhaustive=[jnp.bfloat16])
+@parametrize("name", ["all"], exhaustive=CASES)
 def test_values_and_gradients(name, dtype):
     """Empty queries are 0 and have logsumexp -inf, gradients of what is masked are 0, and garbage changes no bit."""
     inputs, live = inputs_of(dtype), CASES[name][1]
@@ -120,7 +121,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@parametrize("name", ["sizes that are no multiples"], exhaustive=FORMS)
 def test_forms(name):
     arguments, sizes, live, options = FORMS[name]
     inputs = inputs_of(**sizes)
@@ -131,7 +132,7 @@ def test_forms(name):
     assert_close(fn(inputs, (d_out, d_lse)), (expected, tuple(of_all[n] for n in INPUTS)))
 
 
-@pytest.mark.parametrize("name", ["packed", "causal", "key lengths", "packed, before"])
+@parametrize("name", ["packed"], exhaustive=["causal", "key lengths", "packed, before"])
 def test_values_alone(name):
     """Without a gradient, and without the logsumexp if no query may be empty, as in one array of segments."""
     arguments, live = CASES.get(name, (None, None))
@@ -145,8 +146,8 @@ def test_values_alone(name):
     assert (np.asarray(out)[~live.any(3).transpose(0, 2, 1).repeat(3 - live.shape[1], 2)] == 0).all()
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("name", ["causal", "all"])
+@pytest.mark.exhaustive
+@parametrize("name", ["causal"], exhaustive=["all"])
 def test_in_memory_of_nan(name, monkeypatch):
     """Uninitialised memory is NaN, and reads out of bounds and races are errors.
 
@@ -177,7 +178,7 @@ def test_in_memory_of_nan(name, monkeypatch):
 BAD = [(0, 0, 70, 1, 3), (1, 0, 70, 0, 5), (2, 0, 20, 0, 2), (2, 0, 120, 0, 0)]
 
 
-@pytest.mark.parametrize("name", ["all", "causal"])
+@parametrize("name", ["all"], exhaustive=["causal"])
 def test_bad_elements_show_where_they_are_seen(name):
     inputs, live = inputs_of(), CASES[name][1]
     xla = with_gradients(functools.partial(attention, return_residual=True, implementation="xla", **CASES[name][0]))
@@ -231,8 +232,8 @@ def test_huge_finite_numbers():
 # Derivatives and transformations.
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("name", ["causal", "all"])
+@pytest.mark.exhaustive
+@parametrize("name", ["causal"], exhaustive=["all"])
 def test_other_derivatives(name):
     arguments, live = CASES[name]
     inputs, along = inputs_of(), inputs_of(seed=3)
@@ -313,7 +314,7 @@ def test_programs_for_a_tpu(for_users):
     assert several.mlir_module().count("tpu_custom_call") == 1
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@parametrize("kind", [AxisType.Explicit], exhaustive=[AxisType.Auto])
 def test_programs_for_many_tpus(kind, for_users):
     mesh, spec = mesh_of(kind), PartitionSpec("x", None, "y")
     x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, spec))

@@ -10,6 +10,7 @@ import pytest
 from attention_cases import CASES, attention, causal, exact, normals, random_inputs, shrink_blocks, with_gradients
 from comparisons import assert_close
 from jax.sharding import NamedSharding, PartitionSpec
+from tiers import parametrize
 
 import masksafe
 from masksafe._core import platforms
@@ -17,10 +18,12 @@ from masksafe._core.tiles import divide
 from masksafe.attention._pairs import Pairs, unmasked_tiles
 from masksafe.attention._plan import Plan
 
+pytestmark = pytest.mark.optimised
+
 # Many devices.
 
 
-@pytest.mark.parametrize("replicated", [(1, 2), (), (0,)], ids=str)
+@parametrize("replicated", [(1, 2)], exhaustive=[(), (0,)], ids=str)
 def test_shard_map(replicated, many_blocks):
     """The gradients of what all devices share are sums over them."""
     ids, of_keys = np.arange(8)[None] // 3, np.arange(8) != 5
@@ -63,8 +66,11 @@ WITH_DROPOUT = dict(dropout_rate=0.1, dropout_key=jax.random.key(0))
 STATIC = [dict(is_causal=True), {}, dict(local_window_size=256), dict(key_value_seq_lengths=T // 2), WITH_DROPOUT]
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize(("arguments", "static"), [*(({}, x) for x in STATIC), (OF_PAIRS, {})], ids=str)
+OF_MASKS = [*(({}, x) for x in STATIC), (OF_PAIRS, {})]
+
+
+@pytest.mark.exhaustive
+@parametrize(("arguments", "static"), OF_MASKS[:1], exhaustive=OF_MASKS, ids=str)
 def test_the_gradient_holds_no_array_over_pairs(arguments, static):
     loss = lambda qkv, arguments: jnp.sum(attention(*qkv, **arguments, **static))  # noqa: E731
     assert temporary_bytes(jax.value_and_grad(loss), (LONG,) * 3, arguments) < 60e6
@@ -92,7 +98,10 @@ class SeenError(Exception):
     """Ends a call as soon as its blocks are known."""
 
 
-@pytest.mark.parametrize(("name", "size"), [*zip(CASES, itertools.cycle((1, 2, 4)), strict=False)])
+CASES_AND_SIZES = [*zip(CASES, itertools.cycle((1, 2, 4)), strict=False)]
+
+
+@parametrize(("name", "size"), CASES_AND_SIZES[:1], exhaustive=CASES_AND_SIZES)
 def test_blocks_with_nothing_unmasked_are_skipped(name, size, choose, monkeypatch):
     arguments, allowed = CASES[name]
 

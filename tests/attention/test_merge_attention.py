@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import attention, causal, exact, normals, random_inputs, replaced, with_gradients
 from comparisons import assert_close, assert_same_bits
+from tiers import parametrize
 
 import masksafe
 
@@ -53,7 +54,7 @@ def test_beside_a_part_with_nearly_all_weight_the_other_keeps_its_digits():
     np.testing.assert_allclose(d_lses[1], -slope, rtol=1e-5)
 
 
-@pytest.mark.parametrize("number", [3, 2])
+@parametrize("number", [3], exhaustive=[2])
 def test_parts_of_one_weight(number):
     """Of weights that were computed apart and rounded, two might exceed a half."""
     run, outs, d_out = with_gradients(lambda *args: masksafe.merge_attention(*args)[0]), random_parts(number)[0], D_OUT

@@ -8,11 +8,10 @@ import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from comparisons import assert_same_bits
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from table import OPS, Op
-from tiers import AS_OF_USERS, KINDS, optimised_jit
+from tiers import optimised_jit, parametrize
 
 import masksafe
 from masksafe._core import platforms
@@ -50,19 +49,28 @@ class Results(NamedTuple):
     reverse_over_reverse: tuple[Any, ...] = ()  # the same, in a program of its own; only with `all_modes`
 
 
-def each_op(condition: Callable[[Op], Any] = lambda op: True, by_weights: bool = False) -> Any:
-    """Parameters: the keys of those ops, with which the names of tests end; by default few of them run (conftest.py).
+def each_op(
+    condition: Callable[[Op], Any] = lambda op: True, by_weights: bool = False, by_default: bool = False
+) -> Any:
+    """Parameters: the keys of those ops, with which the names of tests end; few of them run by default, or all.
 
     The rows whose mask is a weight of 0 are of tests `by_weights` alone, which look at values and at derivatives.
     Refusals and devices are no question of weights.
     """
-    keys = [key for key, op in OPS.items() if condition(op) and (by_weights or not key.endswith(" of 0"))]
-    return pytest.mark.parametrize("key", keys)
+    ops = {key: op for key, op in OPS.items() if condition(op) and (by_weights or not key.endswith(" of 0"))}
+    few = [key for key, op in ops.items() if by_default or op.by_default]
+    return parametrize("key", few, exhaustive=[key for key in ops if key not in few])
 
 
 def each_kind(condition: Callable[[Op], Any] = lambda op: True) -> Any:
     """Parameters: one op of each kind, for tests that compile other programs than `run`."""
-    return each_op(lambda op: op is OPS[op.name] and op.name in KINDS and condition(op))
+    return each_op(lambda op: op.stands_for and condition(op))
+
+
+def jit_as_users_do(key: str, fn: Any) -> Any:
+    """With XLA's optimisations for one op of each kind; attention has large programs, and such tests of its own."""
+    op = OPS[key]
+    return optimised_jit(fn) if op.stands_for and op.name != "dot_product_attention" else jax.jit(fn)
 
 
 def run(
@@ -98,7 +106,7 @@ def program_of(key: str) -> Any:
         forward = jax.jvp(bent_gradients(of_floats, cotangents), floats, directions)[1]
         return Results(outputs, pull_back(cotangents), tangents, forward)
 
-    return optimised_jit(results) if key in AS_OF_USERS else jax.jit(results)
+    return jit_as_users_do(key, results)
 
 
 @functools.cache
@@ -107,7 +115,7 @@ def reverse_over_reverse_of(key: str) -> Any:
         of_floats, floats = function_of_floats(OPS[key], where, args)
         return jax.vjp(bent_gradients(of_floats, cotangents), *floats)[1](directions)
 
-    return optimised_jit(derivatives) if key in AS_OF_USERS else jax.jit(derivatives)
+    return jit_as_users_do(key, derivatives)
 
 
 @functools.cache

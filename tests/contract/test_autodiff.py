@@ -20,7 +20,7 @@ def test_derivatives_are_those_of_the_definition(key):
     assert_is_of_definition(key, run(key))
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 @each_kind()
 def test_reverse_over_reverse_is_forward_over_reverse(key):
     """And keeps the rules for what is masked, for garbage and for nothing."""

@@ -52,7 +52,7 @@ def test_no_dtype_grows_beside_64_bits(key):
     assert key.startswith(OF_DEFAULT_FLOAT) or dtypes <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 @each_kind()
 def test_every_derivative_is_traced_beside_64_bits(key):
     def every_derivative(where, args, cotangents):

@@ -74,7 +74,7 @@ def case_of(call, dtype, style, rng):
     mask = mask_of(style, call.mask_shape, rng)
     wide = "float64" if dtype == "float64" else "float32"
     values = [values_of(call, number, dtype, rng) for number in range(len(call.shapes))]
-    hidden = call.op._replace(args=tuple(values)).hides(mask)
+    hidden = call.op.hides(mask, call.shapes)
     clean = [np.where(h, np.zeros((), x.dtype), x) for x, h in zip(values, hidden, strict=True)]
     dirty = [polluted(x, h, call.op.classes, rng) for x, h in zip(clean, hidden, strict=True)]
     outputs = jax.eval_shape(lambda *args: outputs_of(call, *args), mask, clean)

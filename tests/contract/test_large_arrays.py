@@ -11,7 +11,6 @@ import functools
 import jax
 import numpy as np
 from program import (
-    KINDS,
     assert_is_nothing,
     assert_same_bits,
     cotangents_of,
@@ -33,7 +32,7 @@ LOGITS_ARE_PAIRS = {"info_nce_loss", "sigmoid_contrastive_loss", "ntxent"}
 LINEAR = dict.fromkeys(("fewest_tokens", "most_tokens", "fewest_tokens_if_masked", "most_tokens_if_masked"), 1024)
 
 # Where there is no library, some of each kind are enough to see that the sizes of arrays make no difference.
-TRIED = tuple(op.name for op in OPS.values()) if platforms.Choices().has_kernel_library else KINDS
+TRIED = {op.name for op in OPS.values() if op.stands_for or platforms.Choices().has_kernel_library}
 
 
 def is_possible(op):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from tiers import parametrize
 
 from masksafe import losses
 
@@ -23,7 +23,7 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("name", OPS)
+@parametrize("name", ["cosine_similarity"], exhaustive=OPS)
 def test_reverse_over_reverse(name):
     op, *arrays = OPS[name]
 
@@ -45,7 +45,9 @@ def test_reverse_over_reverse(name):
         jax.tree.map(np.testing.assert_array_equal, clean, found)
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if "dice" not in name])  # in eager code an operand is reshaped
+@parametrize(
+    "name", ["cosine_similarity"], exhaustive=[name for name in OPS if "dice" not in name]
+)  # in eager code an operand is reshaped
 def test_debug_nans_in_eager_code(name):
     op, x, y = OPS[name]
     x, y = (jnp.where(ROWS[:, None], a, np.nan) for a in (x, y))

@@ -23,7 +23,7 @@ from program import (
     value_and_gradients,
 )
 from table import OPS
-from tiers import FEW
+from tiers import parametrize
 
 import masksafe
 from masksafe._core import platforms
@@ -46,7 +46,7 @@ def test_no_mask_is_a_mask_of_nothing(key):
     assert_close(results, run(key, np.ones_like(op.where))[:2])
 
 
-@pytest.mark.parametrize("key", FEW)
+@each_op(lambda op: op.by_default)
 def test_the_program_of_accelerators(key):
     op = OPS[key]
     step = jax.jit(functools.partial(value_and_gradients, key))
@@ -56,7 +56,7 @@ def test_the_program_of_accelerators(key):
     assert_close(results[0], run(key)[:2])
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 @each_kind()
 def test_every_form_of_a_program(key):
     garbage = polluted(key, OPS[key].where)
@@ -100,7 +100,7 @@ def test_along_another_axis(key):
 
 
 @each_kind(may_be_split)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@parametrize("kind", [AxisType.Auto], exhaustive=[AxisType.Explicit])
 def test_split_over_devices(kind, key):
     op, mesh = OPS[key], jax.make_mesh((2,), ("rows",), axis_types=(kind,))
     with jax.set_mesh(mesh):
@@ -111,7 +111,7 @@ def test_split_over_devices(kind, key):
         assert "all-gather" not in program.as_text()
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 @each_kind()
 def test_in_every_other_mode(key):
     modes = "scan", "checkpoint", "float64", "transposed", "donated"

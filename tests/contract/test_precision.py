@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from program import PLANS, each_op, of_definition
 from table import OPS
+from tiers import parametrize
 
 import masksafe
 from masksafe._core import platforms
+
+pytestmark = pytest.mark.optimised
 
 ROUNDINGS = 0.51  # of the result; what is computed in float32 adds next to nothing
 
@@ -25,7 +28,7 @@ WIDE_OUTPUTS = {"batch_norm": (1, 2), "dot_product_attention": (1,)}
 
 
 @each_op()
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@parametrize("dtype", ["bfloat16"], exhaustive=["float16"])
 def test_16_bits_are_rounded_once(key, dtype):
     op = OPS[key]
     args, eps = as_dtype(op.args, dtype), float(jnp.finfo(dtype).eps)
@@ -38,7 +41,7 @@ def test_16_bits_are_rounded_once(key, dtype):
 
 
 @each_op()
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_float64_stays(key):
     op = OPS[key]
     with jax.enable_x64(True), platforms.chosen(**PLANS["blocks"]):

@@ -22,7 +22,7 @@ WITHOUT |= {"mask_where", "merge_attention", "ragged_dot"}
 OTHER_NAMES = {"dot_product_attention": "mask", "apply_where": "cond"}
 
 
-@each_op(lambda op: op.name not in WITHOUT)
+@each_op(lambda op: op.name not in WITHOUT, by_default=True)
 def test_a_mask_that_is_not_boolean_or_does_not_broadcast(key):
     op = OPS[key]
     about = f"^{op.name}: {OTHER_NAMES.get(op.name, 'where')}"
@@ -31,7 +31,9 @@ def test_a_mask_that_is_not_boolean_or_does_not_broadcast(key):
 
 
 # Losses of labels refuse that there is no class.
-@each_op(lambda op: op.where.ndim == 2 and op.name not in WITHOUT and not op.name.startswith("multiclass_"))
+@each_op(
+    lambda op: op.where.ndim == 2 and op.name not in WITHOUT and not op.name.startswith("multiclass_"), by_default=True
+)
 def test_a_mask_of_no_elements_that_is_not_boolean(key):
     op = OPS[key]
     args = tuple(a[..., :0] if kind in ("row", "along") else a for a, kind in zip(op.args, op.kinds, strict=True))
@@ -39,12 +41,12 @@ def test_a_mask_of_no_elements_that_is_not_boolean(key):
     refused(key, TypeError, about, op.where[..., :0].astype(np.float32), args)
 
 
-@each_op(lambda op: op.classes)
+@each_op(lambda op: op.classes, by_default=True)
 def test_labels_that_are_floats(key):
     op = OPS[key]
     refused(key, TypeError, f"^{op.name}: labels: got dtype", args=(*op.args[:-1], op.args[-1].astype(np.float32)))
 
 
-@each_op(lambda op: op.has_axis)
+@each_op(lambda op: op.has_axis, by_default=True)
 def test_an_axis_out_of_range(key):
     refused(key, ValueError, f"^{OPS[key].name}: axis: got", axis=2)

@@ -63,7 +63,7 @@ def test_labels_of_replaced_rows_are_in_no_gradient_of_some_losses():
         assert_labels_of_replaced_rows_are_in_no_gradient(key, run)
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 @each_op(is_loss_of_labels)
 def test_labels_of_replaced_rows_are_in_no_gradient(key):
     assert_labels_of_replaced_rows_are_in_no_gradient(key, jax.jit(results_of, static_argnums=0))

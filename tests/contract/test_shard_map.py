@@ -25,6 +25,7 @@ from program import (
     value_and_gradients,
 )
 from table import OPS
+from tiers import parametrize
 
 import masksafe
 from masksafe._core import platforms
@@ -63,7 +64,7 @@ def masks_of(key):
     return [where, where.any(1, keepdims=True)] if has_rows else [where]
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 @each_op()
 def test_every_op_takes_every_split(key):
     op = OPS[key]
@@ -81,7 +82,7 @@ def test_ops_whose_derivatives_have_a_mask_or_a_loop_of_their_own():
     trace("ctc_loss", OPS["ctc_loss"].where, integers=True)
 
 
-@pytest.mark.parametrize("kind", ["checkify", "forward_mode"])
+@parametrize("kind", ["checkify"], exhaustive=["forward_mode"])
 def test_attention_by_plain_rules(kind):
     key = "dot_product_attention"
     mode = masksafe.forward_mode() if kind == "forward_mode" else masksafe.label_checks(kind)
@@ -100,7 +101,7 @@ def test_the_numbers_are_those_of_each_device(key):
     check_numbers(key)
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_the_numbers_of_attention_are_those_of_each_device():
     check_numbers("dot_product_attention")
 

@@ -1,13 +1,13 @@
 """The table itself: no public op is missing."""
 
-import pytest
 from table import NO_ROW, OPS
+from tiers import parametrize
 
 import masksafe
 from masksafe.testing._nonfinite import OF_LABELS
 
 
-@pytest.mark.parametrize("module", [masksafe, masksafe.losses], ids=lambda module: module.__name__)
+@parametrize("module", [masksafe], exhaustive=[masksafe.losses], ids=lambda module: module.__name__)
 def test_every_public_name_has_a_row_or_a_reason_to_have_none(module):
     names = {name for name in dir(module) if not name.startswith("_")}
     assert names - {op.name for op in OPS.values()} <= set(NO_ROW)

@@ -15,6 +15,7 @@ from comparisons import assert_close
 from jax import lax
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
+from tiers import parametrize
 
 import masksafe
 
@@ -116,7 +117,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@parametrize("way", ["jit of vmap of grad"], exhaustive=WAYS)
 def test_each_way_tells_which_label_is_bad_and_is_quiet_on_masked_ones(way):
     for mode in ("checkify", "raise"):
         errors = checkify.all_checks if way in ("vmap", "while") else checkify.user_checks
@@ -169,7 +170,7 @@ def test_checkify_around_a_shard_map_over_the_set_mesh_is_refused(axis_type):
 # raise
 
 
-@pytest.mark.parametrize("axis_type", ["Explicit", "Auto"])
+@parametrize("axis_type", ["Explicit"], exhaustive=["Auto"])
 def test_raise_stops_every_device(axis_type):
     """A device that went on alone would wait for the others in the gradient's sum until JAX aborts the process."""
     mesh, labels = mesh_of_rows(8, axis_type), np.zeros(16, np.int32)
@@ -187,7 +188,7 @@ def test_raise_stops_every_device(axis_type):
     assert "1 of 16 labels are outside [0, 5); first at (9,): 5" in text
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@parametrize("check_vma", [True], exhaustive=[False])
 def test_raise_stops_every_device_of_a_shard_map(check_vma):
     mesh = jax.make_mesh((2, 4), ("rows", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -243,8 +244,8 @@ def step_of_scan(total, row):
     return total + mean_loss(*row), None
 
 
-@pytest.mark.parametrize("mode", ["raise", "off", "checkify"])
-@pytest.mark.parametrize("way", REPEATED)
+@parametrize("mode", ["raise"], exhaustive=["off", "checkify"])
+@parametrize("way", ["eager"], exhaustive=REPEATED)
 def test_repeated_calls_compile_nothing(way, mode, compilations):
     # An eager checkify compiles at each call in jax 0.10, also without masksafe.
     fn = jax.jit(checkify.checkify(REPEATED[way])) if mode == "checkify" else REPEATED[way]
@@ -287,10 +288,10 @@ def test_an_error_is_raised_in_both_of_two_processes():
 # The text.
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("labels", "kwargs", "text"),
-    [
-        (np.full((4, 3), 2**40), {}, "12 of 12 labels are outside [0, 5); first at (0, 0): 2147483647"),
+    [(np.full((4, 3), 2**40), {}, "12 of 12 labels are outside [0, 5); first at (0, 0): 2147483647")],
+    exhaustive=[
         (LABELS, {"where": np.arange(4)[:, None] > 1}, "2 of 6 labels are outside [0, 5); first at (2, 1): -1"),
         (LABELS[2, 2], {}, "1 of 1 labels are outside [0, 5); first at (): 7"),
         (LABELS.astype(np.int8) - np.int8(100), {}, "12 of 12 labels are outside [0, 5); first at (0, 0): -100"),
@@ -304,7 +305,7 @@ def test_text_of_integer_labels(labels, kwargs, text):
     assert f"called at {__file__}:" in str(error.value)
 
 
-@pytest.mark.parametrize("axis", [(2, 1), (1, 2)], ids=str)
+@parametrize("axis", [(2, 1)], exhaustive=[(1, 2)], ids=str)
 def test_label_over_several_axes_at_a_masked_class(axis):
     where = changed(np.ones((4, 3, 5), bool), ((2, 1, 3), False))
     label = 1 * 5 + 3 if axis == (1, 2) else 3 * 3 + 1
@@ -313,8 +314,8 @@ def test_label_over_several_axes_at_a_masked_class(axis):
     assert f"1 of 4 labels are at a masked class; first at (2,): {label}" in report(where)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("loss", [soft_loss, masksafe.losses.safe_softmax_cross_entropy])
+@parametrize("dtype", ["float32"], exhaustive=["bfloat16", "float16"])
+@parametrize("loss", [soft_loss], exhaustive=[masksafe.losses.safe_softmax_cross_entropy])
 def test_distributions(loss, dtype):
     soft, report = PROBABILITIES.astype(jnp.dtype(dtype)), checked("raise", loss)
     for labels in (soft, changed(soft, (2, 0))):
@@ -342,8 +343,8 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.parametrize("mode", ["raise", "checkify"])
-@pytest.mark.parametrize("name", UNUSUAL)
+@parametrize("mode", ["raise"], exhaustive=["checkify"])
+@parametrize("name", ["masked rows"], exhaustive=UNUSUAL)
 def test_unusual_labels(name, mode):
     loss, *args = UNUSUAL[name]
     text = checked(mode, loss, checkify.float_checks | checkify.user_checks)(*args)
@@ -360,8 +361,8 @@ STRICT = {
 }
 
 
-@pytest.mark.parametrize("mode", ["raise", "checkify"])
-@pytest.mark.parametrize("loss", STRICT)
+@parametrize("mode", ["raise"], exhaustive=["checkify"])
+@parametrize("loss", ["integers"], exhaustive=STRICT)
 def test_checks_promote_nothing(loss, mode):
     through = (lambda fn: fn) if mode == "raise" else checkify.checkify
     strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
@@ -385,8 +386,8 @@ FINDINGS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["raise", "checkify"])
-@pytest.mark.parametrize("finding", FINDINGS)
+@parametrize("mode", ["raise"], exhaustive=["checkify"])
+@parametrize("finding", ["predictions"], exhaustive=FINDINGS)
 def test_sharded_labels_and_probabilities_are_checked(mode, finding):
     loss, args, text = FINDINGS[finding]
     mesh = jax.make_mesh((4,), ("rows",))
@@ -419,9 +420,10 @@ def test_unknown_mode_is_refused(mode):
         masksafe.set_label_checks(mode)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("value", "text"),
-    [("raise", "2 of 2 labels are outside"), ("loud", "MASKSAFE_LABEL_CHECKS: got value 'loud'")],
+    [("raise", "2 of 2 labels are outside")],
+    exhaustive=[("loud", "MASKSAFE_LABEL_CHECKS: got value 'loud'")],
 )
 def test_environment_variable(value, text):
     code = "import jax.numpy as jnp, masksafe; "

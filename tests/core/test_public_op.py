@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import parametrize
 
 import masksafe
 from masksafe._core.public_op import public_op
@@ -50,10 +51,10 @@ def test_refusal_names_our_keyword(op, keyword, value, way_out):
         getattr(masksafe, op)(X, **{keyword: value})
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("module", "name", "way_out"),
-    [
-        (masksafe, "softmax_cross_entropy", r"write masksafe\.losses\.softmax_cross_entropy$"),
+    [(masksafe, "softmax_cross_entropy", r"write masksafe\.losses\.softmax_cross_entropy$")],
+    exhaustive=[
         (masksafe.losses, "cross_entropy", r"write masksafe\.losses\.softmax_cross_entropy_with_integer_labels, or"),
         (masksafe.losses, "mse_loss", r"write masksafe\.losses\.squared_error$"),
     ],

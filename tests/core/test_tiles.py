@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from tiers import parametrize
 
 from masksafe._core.tiles import once_if
 
 
-@pytest.mark.parametrize("is_bad", [(False, True), (False, False)])
+@parametrize("is_bad", [(False, True)], exhaustive=[(False, False)])
 def test_under_vmap_it_runs_for_all_examples_or_for_none(is_bad):
     """With a condition for each example XLA would compute, in every call, what depends on no example."""
     fn = jax.vmap(lambda condition, x: once_if(condition, lambda x: x + 1, x))

@@ -138,7 +138,7 @@ OF_FORMULAS = [
 @pytest.mark.parametrize(
     ("prepare", "name", "mask", "sizes"),
     [
-        pytest.param(prepare, name, mask, sizes, marks=[pytest.mark.forms] * (mask != masks[-1]))
+        pytest.param(prepare, name, mask, sizes, marks=[pytest.mark.exhaustive] * (mask != masks[-1]))
         for prepare, names, masks, sizes in OF_FORMULAS
         for name in names
         for mask in masks

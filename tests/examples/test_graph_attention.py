@@ -25,7 +25,7 @@ def test_batches_are_full_of_graphs_of_different_sizes(batches):
     assert (batches[0].graph_of_node < maps.GRAPHS).sum() > 0.8 * maps.NODES
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_garbage_changes_no_bit_of_a_training_that_learns(batches):
     clean, garbage = (example.train(name, batches, QUIET) for name in (example.CLEAN, example.POLLUTED))
     assert shared.same_bits(clean, garbage)

@@ -44,7 +44,7 @@ def step(model):
     return functools.partial(loss, params)
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_the_loss_on_several_devices_is_that_of_one_and_falls(data, step):
     assert jax.device_count() > 1
     losses = list(packed_documents.train(CONFIG, data))

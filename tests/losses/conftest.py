@@ -2,9 +2,10 @@
 
 import pytest
 from linear_cases import use_platform
+from tiers import exhaustive_params
 
 
-@pytest.fixture(params=["cpu", "elsewhere"])
+@pytest.fixture(params=["cpu", *exhaustive_params(["elsewhere"])])
 def platform(request, choose):
     use_platform(choose, request.param)
     return request.param

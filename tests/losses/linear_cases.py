@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from tiers import parametrize
 
 from masksafe import losses
 
@@ -108,9 +108,9 @@ def use_platform(choose, name):
 
 
 def in_turn(names, placed, cases):
-    """Parameters with a platform in front: those that have one, and others in turn of one and the other."""
+    """Parameters with a platform in front: those that have one, and as exhaustive ones others in turn."""
     turns = [(("elsewhere", "cpu")[i // 2 % 2], *case) for i, case in enumerate(cases)]
-    return pytest.mark.parametrize(("platform", *names), [*placed, *turns], indirect=["platform"])
+    return parametrize(("platform", *names), placed or turns[:1], exhaustive=turns, indirect=["platform"])
 
 
 def assert_all_zero(tree):

@@ -7,10 +7,10 @@ import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import compile_for
+from tiers import parametrize
 
 import masksafe
 from masksafe.losses import info_nce_loss, ntxent, sigmoid_contrastive_loss, triplet_margin_loss
@@ -23,7 +23,7 @@ WHERE[4:6] = False  # all rows of one device of eight
 EVERY, OWN = np.ones(N, bool), np.arange(N, dtype=np.int32)
 SCALE, BIAS = np.float32(2), np.float32(-0.7)
 OPS = {"info_nce": info_nce_loss, "sigmoid": sigmoid_contrastive_loss}
-every_op = pytest.mark.parametrize("name", list(OPS))
+every_op = parametrize("name", ["info_nce"], exhaustive=list(OPS))
 OPS["one direction"] = functools.partial(info_nce_loss, symmetric=False)
 
 
@@ -52,8 +52,8 @@ def assert_close(actual, expected, rtol=1e-5):
     jax.tree.map(close, actual, expected)
 
 
-@pytest.mark.parametrize("block_size", [5, None, 1])
-@pytest.mark.parametrize("name", ["info_nce", "sigmoid", "one direction"])
+@parametrize("block_size", [5], exhaustive=[None, 1])
+@parametrize("name", ["info_nce"], exhaustive=["sigmoid", "one direction"])
 def test_blocks_of_any_size_give_what_the_definition_says_and_large_logits_do_not_overflow(name, block_size):
     for where, ids, factor in ((WHERE, IDS, 1), (EVERY, OWN, 1), (WHERE, IDS, 100), (WHERE, IDS, -100)):
         args = factor * X, abs(factor) * Y, SCALE, BIAS, where, ids
@@ -135,7 +135,7 @@ def test_nothing_is_0(name):
 
 
 @every_op
-@pytest.mark.parametrize("block_size", [3, None])
+@parametrize("block_size", [3], exhaustive=[None])
 def test_no_features(name, block_size):
     nothing = np.zeros((4, 0), np.float32)
     loss, gradients = with_gradients(loss_of(name, block_size=block_size))(nothing, nothing, SCALE, BIAS)
@@ -145,7 +145,7 @@ def test_no_features(name, block_size):
     assert gradients[2] == 0
 
 
-@pytest.mark.parametrize("block_size", [3, None])
+@parametrize("block_size", [3], exhaustive=[None])
 def test_an_infinite_negative_costs_infinity_and_an_infinite_pair_shows(block_size):
     x, y = np.abs(X), np.abs(Y)
     y[7] = np.inf
@@ -153,7 +153,7 @@ def test_an_infinite_negative_costs_infinity_and_an_infinite_pair_shows(block_si
     np.testing.assert_array_equal(losses, np.where(np.arange(N) == 7, np.nan, np.inf))
 
 
-@pytest.mark.parametrize("name", ["info_nce", "one direction", "sigmoid"])
+@parametrize("name", ["info_nce"], exhaustive=["one direction", "sigmoid"])
 def test_a_bad_row_shows_where_it_counts(name):
     """Rows 2 and 3 have the same id, and row 1 is masked."""
     run = jax.jit(loss_of(name, reduction="none", block_size=5))
@@ -176,9 +176,9 @@ def in_ring(fn, mesh, axis_name, check_vma=True, out_specs=None):
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs or P(), check_vma=check_vma)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(
-    ("name", "axes"), [("info_nce", "d"), ("info_nce", "b, a"), ("sigmoid", "a, b"), ("sigmoid", "a")]
+@parametrize("check_vma", [True], exhaustive=[False])
+@parametrize(
+    ("name", "axes"), [("info_nce", "d")], exhaustive=[("info_nce", "b, a"), ("sigmoid", "a, b"), ("sigmoid", "a")]
 )
 def test_a_ring_of_devices_has_the_loss_of_one(name, axes, check_vma):
     """One of them has no unmasked row."""
@@ -218,8 +218,8 @@ def other_derivatives(fn):
     return derivatives
 
 
-@pytest.mark.parametrize("of", [lambda fn: fn, other_derivatives], ids=["values", "other derivatives"])
-@pytest.mark.parametrize("name", ["one direction", "info_nce", "sigmoid"])
+@parametrize("of", [lambda fn: fn], exhaustive=[other_derivatives], ids=["values", "other derivatives"])
+@parametrize("name", ["one direction"], exhaustive=["info_nce", "sigmoid"])
 def test_losses_of_rows_in_a_ring(name, of):
     """Without ids, whose default has to count the rows of all devices."""
     fn, rows = loss_of(name, reduction="none", axis_name="d"), P("d")
@@ -227,7 +227,7 @@ def test_losses_of_rows_in_a_ring(name, of):
     assert_close(*(jax.jit(of(fn))(X, Y, SCALE, BIAS) for fn in (ring, loss_of(name, reduction="none"))))
 
 
-@pytest.mark.parametrize("shape", [(4, 4, D), (2, 0, D)], ids=str)
+@parametrize("shape", [(4, 4, D)], exhaustive=[(2, 0, D)], ids=str)
 @every_op
 def test_the_gradient_around_a_vmap_over_whose_axis_the_rows_go(name, shape):
     x, y = (np.resize(a, shape) for a in (X, Y))
@@ -240,8 +240,8 @@ def test_the_gradient_around_a_vmap_over_whose_axis_the_rows_go(name, shape):
         np.testing.assert_allclose(a, e.reshape(shape), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "automatic"])
-@pytest.mark.parametrize("split", [P("a", "b"), P(("a", "b")), P(None, "b")], ids=str)
+@parametrize("kind", [AxisType.Explicit], exhaustive=[AxisType.Auto], ids=["explicit", "automatic"])
+@parametrize("split", [P("a", "b")], exhaustive=[P(("a", "b")), P(None, "b")], ids=str)
 def test_arrays_on_a_mesh(split, kind):
     """Rows, features, or both of them are split."""
     x, y = np.tile(X, 2), np.tile(Y, 2)
@@ -268,8 +268,8 @@ def test_features_go_round_and_nothing_is_gathered(name):
     assert set(collectives) <= {"collective-permute", "all-reduce"}
 
 
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("name", ["info_nce", "sigmoid", "ntxent"])
+@parametrize("masked", [True], exhaustive=[False])
+@parametrize("name", ["info_nce"], exhaustive=["sigmoid", "ntxent"])
 def test_no_matrix_of_pairs_is_in_memory(name, masked, choose):
     rows, width = 4096, 128
     choose(pair_block_elements=2**20)
@@ -283,8 +283,8 @@ def test_no_matrix_of_pairs_is_in_memory(name, masked, choose):
     assert temporaries < rows * rows * 4 / 2
 
 
-@pytest.mark.parametrize("rows_of_block", [5, 64])
-@pytest.mark.parametrize("labels", [IDS // 2, IDS % 3 / np.float32(3)], ids=["integers", "floats"])
+@parametrize("rows_of_block", [5], exhaustive=[64])
+@parametrize("labels", [IDS // 2], exhaustive=[IDS % 3 / np.float32(3)], ids=["integers", "floats"])
 def test_ntxent_in_blocks(labels, rows_of_block, choose):
     def results():
         run = jax.jit(jax.value_and_grad(lambda z, where: ntxent(z, labels, where=where)))
@@ -316,7 +316,7 @@ def test_a_zero_embedding_has_a_finite_gradient():
     ).all()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@parametrize("dtype", ["float16"], exhaustive=["bfloat16"])
 def test_the_scale_of_embeddings_has_no_effect(dtype):
     x, of = jnp.asarray(EMBEDDINGS, dtype), jax.jit(ntxent)
     for scale in (2.0**-10, 2.0**10):

@@ -6,9 +6,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_normalization import parameters
+from tiers import parametrize
 
 import masksafe
 
@@ -27,14 +27,11 @@ def inputs_and_results():
     return args, jax.device_get(jax.jit(jax.value_and_grad(normed_and_variance, (0, 1)))(*args))
 
 
-@pytest.mark.parametrize("blocks", [2, 2**18])
-@pytest.mark.parametrize(
+@parametrize("blocks", [2], exhaustive=[2**18])
+@parametrize(
     ("of_x", "of_scale", "of_where"),
-    [
-        ("d", None, (None, "m")),
-        ("d", "m", None),
-        ((None, None, "m"), None, "d"),
-    ],
+    [("d", None, (None, "m"))],
+    exhaustive=[("d", "m", None), ((None, None, "m"), None, "d")],
     ids=str,
 )
 def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_scale, of_where, blocks, choose):
@@ -55,7 +52,7 @@ def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_sca
 # Memory.
 
 
-@pytest.mark.parametrize("masked", [True, False])
+@parametrize("masked", [True], exhaustive=[False])
 def test_nothing_but_the_input_is_kept_for_the_reverse_pass(masked):
     x, row = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32), np.ones(32, np.float32)
     where = np.ones((64, 1), bool) if masked else None
@@ -70,9 +67,10 @@ def test_nothing_but_the_input_is_kept_for_the_reverse_pass(masked):
         np.testing.assert_array_equal(kept, x)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("shape", "dtype"),
-    [((8192, 1024), "float32"), ((65536, 64), "bfloat16"), ((64, 1024, 128), "float32")],
+    [((8192, 1024), "float32")],
+    exhaustive=[((65536, 64), "bfloat16"), ((64, 1024, 128), "float32")],
     ids=str,
 )
 def test_temporaries_are_small(shape, dtype):
@@ -89,7 +87,7 @@ def test_temporaries_are_small(shape, dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < copies + 8 * 2**20
 
 
-@pytest.mark.parametrize("op", [masksafe.layer_norm, masksafe.l2_normalize])
+@parametrize("op", [masksafe.layer_norm], exhaustive=[masksafe.l2_normalize])
 def test_a_number_of_rows_that_no_block_divides_costs_no_copy(op):
     x, where = (jax.ShapeDtypeStruct((4099, 1000), dtype) for dtype in ("float32", bool))  # a prime number
     compiled = jax.jit(lambda x, where: op(x, where=where)).lower(x, where).compile()
@@ -116,8 +114,8 @@ OPS = {
 MASKS = [SHAPE, (1, 4, 1, 1), (3, 1, 5, 1), (3, 1, 1, 6), (3, 1, 1, 1), None]
 
 
-@pytest.mark.parametrize("has_library", [False, True])
-@pytest.mark.parametrize("name", OPS)
+@parametrize("has_library", [False], exhaustive=[True])
+@parametrize("name", ["layer norm"], exhaustive=OPS)
 def test_masks_that_repeat_along_some_of_the_axes(name, has_library, choose):
     choose(has_kernel_library=has_library)
     op, axes = OPS[name]

@@ -5,6 +5,8 @@ import jax
 import pytest
 from measure import GRADIENT, Case
 
+pytestmark = pytest.mark.optimised
+
 CASES = {case.work: case for of in compiled.benchmarks().values() for case in of if case.dtype == "float32"}
 
 
@@ -14,7 +16,7 @@ def lowered(case: Case, platform: str) -> str:
     return jax.jit(step).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("work", ["one-hot", pytest.param("layer norm", marks=pytest.mark.forms)])
+@pytest.mark.parametrize("work", ["one-hot", pytest.param("layer norm", marks=pytest.mark.exhaustive)])
 def test_a_cpu_gets_blocks_for_its_caches_and_a_gpu_and_a_tpu_one_pass(work):
     assert "while" in lowered(CASES[work], "cpu")
     assert "while" not in lowered(CASES[work], "cuda") + lowered(CASES[work], "tpu")

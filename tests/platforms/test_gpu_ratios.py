@@ -10,6 +10,8 @@ import jax
 import pytest
 from measure import GRADIENT, VALUE
 
+pytestmark = pytest.mark.optimised
+
 CASES = {(case.work, case.mask, case.dtype): (name, case) for name, of in compiled.benchmarks().items() for case in of}
 SLACK = 0.005  # of a ratio: arrays of a few bytes
 

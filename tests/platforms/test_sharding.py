@@ -20,6 +20,8 @@ from programs import compile_for, devices
 import masksafe
 from masksafe import losses
 
+pytestmark = pytest.mark.optimised
+
 NUMBERS = {"h100": 8, "v5e": 4}  # of devices
 TOKENS, CLASSES, WIDTH = 8192, 32768, 1024
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -128,10 +130,10 @@ def compiled_for_many(target, kind, fn, args):
 
 
 def named(target, split, kind):
-    """Parameters; to save time a TPU has a second kind of mesh, and attention, with `-m forms` alone."""
+    """Parameters; to save time a TPU has a second kind of mesh, and attention, with `-m exhaustive` alone."""
     is_form = target == "v5e" and (kind == EXPLICIT or split.name.startswith("attention"))
     name = f"{target}, {split.name}, {kind.name}".replace(", ", "-").replace(" ", "_")
-    return pytest.param(target, split, kind, id=name, marks=[pytest.mark.forms] * is_form)
+    return pytest.param(target, split, kind, id=name, marks=[pytest.mark.exhaustive] * is_form)
 
 
 @pytest.mark.parametrize(

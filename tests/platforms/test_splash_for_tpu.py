@@ -12,6 +12,8 @@ from programs import devices
 
 import masksafe
 
+pytestmark = pytest.mark.optimised
+
 B, T, N, H = 2, 4096, 8, 128
 
 

@@ -13,6 +13,8 @@ from program import cotangents_of, may_be_split, split_rows, value_and_gradients
 from programs import compile_for, devices
 from table import OPS
 
+pytestmark = pytest.mark.optimised
+
 
 @pytest.mark.parametrize("key", OPS)
 def test_every_row(v5e, key):
@@ -26,7 +28,7 @@ def test_every_row(v5e, key):
 SPLIT = [key for key, op in OPS.items() if may_be_split(op) and not key.endswith(" of 0")]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.forms)])
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("key", SPLIT)
 def test_every_row_on_a_mesh(v5e, key, kind):
     op = OPS[key]

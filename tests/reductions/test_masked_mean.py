@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiers import parametrize
 
 import masksafe
 from masksafe import MaskedMean, losses, value_and_grad_of_mean
@@ -46,7 +47,7 @@ TOKENS[1], TOKENS[4:6] = False, False
 WAYS = {"sequence": {"by": "sequence"}, "segment": {"by": "segment", "segment_ids": IDS}}
 
 
-@pytest.mark.parametrize("by", WAYS)
+@parametrize("by", ["sequence"], exhaustive=WAYS)
 def test_micro_batches_and_devices_by_sequence_and_by_segment(by):
     """Of which some have nothing left."""
 
@@ -77,7 +78,7 @@ def test_the_order_of_tokens_and_what_ids_are_called_do_not_matter():
     assert of(X, TOKENS, np.where(TOKENS, IDS, 2**31 - 1)) == expected
 
 
-@pytest.mark.parametrize("tokens", [2**20, 8192])
+@parametrize("tokens", [2**20], exhaustive=[8192])
 def test_a_million_weights_of_a_segment_lose_no_digits(tokens):
     """Of one document and of three that take turns; weights of one size, and of two."""
     rng = np.random.default_rng(0)
@@ -190,7 +191,7 @@ def test_trees_of_something_else():
     assert (gradient.total, gradient.count) == (0.5, -0.75)
 
 
-@pytest.mark.parametrize("microbatches", [4, 1, 16])
+@parametrize("microbatches", [4], exhaustive=[1, 16])
 def test_gradient_of_micro_batches_is_that_of_the_whole(microbatches):
     fn = IN_PARTS if microbatches == 4 else jax.jit(value_and_grad_of_mean(mean_loss, microbatches=microbatches))
     chex.assert_trees_all_close(fn(PARAMS, FEATURES, LABELS), of_the_whole(), rtol=1e-5, atol=1e-6)
@@ -213,7 +214,7 @@ def test_nothing_left_anywhere_is_0():
 OPTIONS = [(("a", "b"), {}), ("a", {"check_vma": False}), ("a", {"axis_names": {"a"}})]
 
 
-@pytest.mark.parametrize(("axes", "options"), OPTIONS, ids=str)
+@parametrize(("axes", "options"), OPTIONS[:1], exhaustive=OPTIONS, ids=str)
 def test_gradient_over_devices_is_that_of_the_whole(axes, options):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     fn = value_and_grad_of_mean(mean_loss, microbatches=2, axis_name=axes)
@@ -224,7 +225,7 @@ def test_gradient_over_devices_is_that_of_the_whole(axes, options):
     assert program.as_text().count(" all-reduce(") == 1  # of the sums of all micro-batches
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
+@parametrize("axis_type", [AxisType.Explicit], exhaustive=[AxisType.Auto], ids=str)
 def test_gradient_on_a_mesh_without_shard_map(axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
@@ -271,8 +272,8 @@ def test_aux_keys_scalars_keywords_and_several_arguments():
     np.testing.assert_array_equal(aux["count"], [np.sum(LABELS[i::4] != -100) for i in range(4)])
 
 
-@pytest.mark.parametrize(
-    "in_axes", [(None, {"policy": -2, "reference": 1}, None, {"tokens": 1, "none": None}), 1], ids=str
+@parametrize(
+    "in_axes", [(None, {"policy": -2, "reference": 1}, None, {"tokens": 1, "none": None})], exhaustive=[1], ids=str
 )
 def test_in_axes_cuts_pairs_along_their_batch(in_axes):
     policy, reference = RNG.normal(size=(2, 2, 8, 5)).astype(np.float32)
@@ -350,8 +351,8 @@ PLACES = dict.fromkeys(("next tokens", "jitted"), "{} of the batch, in micro-bat
 PLACES["flat"] = "{} of micro-batch {} of 4"
 
 
-@pytest.mark.parametrize("how", PLACES)
-@pytest.mark.parametrize("mode", ["raise", "checkify"])
+@parametrize("how", ["next tokens"], exhaustive=PLACES)
+@parametrize("mode", ["raise"], exhaustive=["checkify"])
 def test_label_reports_name_the_place_in_the_whole_batch(mode, how):
     def loss(params, features, labels):
         if how == "next tokens":
@@ -386,7 +387,7 @@ def test_label_reports_of_devices():
         jax.block_until_ready(on_devices(PARAMS, FEATURES, labels))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bool", "bfloat16"])
+@parametrize("dtype", ["int8"], exhaustive=["bool", "bfloat16"])
 def test_counts_of_narrow_dtypes_neither_wrap_nor_stand_still(dtype):
     fn = lambda p, x: MaskedMean(jnp.sum(p * x), jnp.sum(x).astype(dtype))  # noqa: E731
     value, gradient = jax.jit(value_and_grad_of_mean(fn, microbatches=512))(1.0, np.ones(512, np.float32))

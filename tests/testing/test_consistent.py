@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, PartitionSpec
+from tiers import parametrize
 
 import masksafe
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_gradients
@@ -87,7 +88,7 @@ BUGS = [
 ]
 
 
-@pytest.mark.parametrize(("fn", "modes", "text"), BUGS)
+@parametrize(("fn", "modes", "text"), BUGS[:1], exhaustive=BUGS)
 def test_planted_bug_is_found(fn, modes, text):
     with pytest.raises(AssertionError) as report:
         assert_consistent(fn, X, modes=modes)
@@ -171,7 +172,7 @@ CLEAN = {
 reverse_rule_of_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, d: (jnp.cos(x) * d,))
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(("infinities and NaN", *CLEAN)))
+@parametrize("name", ["infinities and NaN"], exhaustive=CLEAN)
 def test_functions_of_every_kind_pass_in_every_mode(name):
     fn, *args = CLEAN[name]
     modes = CONSISTENCY_MODES if name in ("softmax", "parameters", "shard_map") else ON_ONE_DEVICE
@@ -202,7 +203,7 @@ def test_sharded_arrays_are_split_where_their_axes_divide():
 OF_GRADIENTS = "scalar", "numbers and keys", "softmax", "a gradient of 0", "parameters"
 
 
-@pytest.mark.parametrize("name", OF_GRADIENTS)
+@parametrize("name", ["scalar"], exhaustive=OF_GRADIENTS)
 def test_right_gradients_pass(name):
     fn, *args = CLEAN[name]
     assert_gradients(jax.jit(fn), *args, order=1)

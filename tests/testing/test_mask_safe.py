@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import parametrize
 
 import masksafe
 from masksafe.testing import assert_mask_safe
@@ -114,13 +115,13 @@ SAFE = [
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), LEAKS)
+@parametrize(("call", "text"), LEAKS[:1], exhaustive=LEAKS)
 def test_planted_leak_is_found(call, text):
     with pytest.raises(AssertionError, match=text):
         call()
 
 
-@pytest.mark.parametrize("call", SAFE)
+@parametrize("call", SAFE[:1], exhaustive=SAFE)
 def test_what_is_safe_passes(call):
     call()
 
@@ -144,8 +145,8 @@ MULTIPLIED["gradient"].defvjp(
 )
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("derivative", MULTIPLIED)
+@pytest.mark.exhaustive
+@parametrize("derivative", ["value"], exhaustive=MULTIPLIED)
 def test_product_with_a_mask_that_xla_makes_a_selection_is_found(derivative):
     fn, args, masked = MULTIPLIED[derivative], (X, ~MASK), {0: MASK}
     assert_mask_safe(fn, *args, masked=masked, transforms=("eager", "jit", "vmap"), order=1)
@@ -166,7 +167,7 @@ def test_operation_by_operation_all_masks_are_filled_at_once():
     np.testing.assert_array_equal(filled[1] == jnp.iinfo(filled[1].dtype).min, MASK)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "bool", "float16", "float32", "int8", "int32"])
+@parametrize("dtype", ["bfloat16"], exhaustive=["uint8", "bool", "float16", "float32", "int8", "int32"])
 def test_every_dtype_can_be_filled(dtype):
     x = jnp.ones((2, 3), dtype)
     assert_mask_safe_compiled(lambda x: jnp.where(MASK, jnp.zeros_like(x), x), x, masked={0: MASK})

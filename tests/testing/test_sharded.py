@@ -8,6 +8,7 @@ import numpy as np
 import processes
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiers import exhaustive_params, parametrize
 
 import masksafe
 from masksafe.testing import assert_consistent, assert_gradients, assert_mask_safe, nonfinite_report
@@ -17,7 +18,7 @@ LABELS = np.arange(8) % 5
 WHERE = np.arange(8) > 2
 
 
-@pytest.fixture(params=[AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.fixture(params=[AxisType.Explicit, *exhaustive_params([AxisType.Auto])], ids=str)
 def split(request):
     """A function that splits the rows of arrays over eight devices."""
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(request.param,))
@@ -31,7 +32,7 @@ def mean_loss(logits, labels, where):
     return masksafe.mean(loss, where=where)
 
 
-@pytest.mark.forms
+@pytest.mark.exhaustive
 def test_functions_that_keep_the_promise(split):
     args = split(LOGITS, LABELS, WHERE)
     assert_consistent(mean_loss, *args, modes=("jit", "value_and_grad", "float64"))
@@ -46,8 +47,8 @@ def test_functions_that_do_not(split):
         assert_mask_safe(product, logits, where, masked={0: ~where[:, None]}, order=0, garbage=[np.nan])
 
 
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("how", ["shard_map", "jit"])
+@parametrize("grad", [True], exhaustive=[False])
+@parametrize("how", ["shard_map"], exhaustive=["jit"])
 def test_the_device_and_the_pass_that_have_a_nan_first(how, grad):
     mesh, spec = jax.make_mesh((2, 2), ("a", "b")), PartitionSpec("a", "b")
     x = jax.device_put(jnp.ones((4, 4)).at[2, 1].set(0), NamedSharding(mesh, spec))
