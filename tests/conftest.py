@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 
 FLAGS = ["--xla_force_host_platform_device_count=8"]
-# Compiling is most of the time. Set it to 0 to test what XLA makes of all programs otherwise, as .ci/run does.
+# Compiling is most of the time. Set it to 0 to test what XLA makes of all programs otherwise.
 IS_FAST = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0"
 if IS_FAST:
     FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
