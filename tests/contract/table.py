@@ -81,7 +81,7 @@ class Op(NamedTuple):
     by_default: bool = False  # whether its tests run by default
 
     def call(self, where: Any, *arrays: Any, **options: Any) -> Any:
-        return self.fn(where, **dict(zip(self.arguments, arrays, strict=True)), **options)
+        return self.fn(where, **{**dict(zip(self.arguments, arrays, strict=True)), **options})
 
     @property
     def args(self) -> tuple[np.ndarray, ...]:
