@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from masksafe._core.arguments import as_array, as_real_array, at_rank_of, leading_axes_hint, message
 from masksafe._core.linear import finite_or_zero_both_ways
 from masksafe._core.precision import widened
+from masksafe._core.sharding import vary_alike
 from masksafe._core.typing import Array, Axes
 
 
@@ -97,7 +98,8 @@ def promoted_with(x: Array, weights: Array | None) -> Array:
     """`x` in the dtype of its product with the weights; None changes nothing."""
     if weights is None:
         return x
-    with jax.numpy_dtype_promotion("standard"):  # weights may have a dtype of their own under a strict flag too
+    # Weights may have a dtype of their own under a strict flag too, and what is masked may be NaN.
+    with jax.numpy_dtype_promotion("standard"), jax.debug_nans(False):
         return x.astype(jnp.result_type(x, weights))
 
 
@@ -126,7 +128,11 @@ def weighting_of(x: Array, where: Array | None, weights: Array | None) -> tuple[
     where = both(where, (wide != 0) | jnp.isfinite(x))
     wide = selected(wide, where)
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        x = _finite_in_derivatives(x, jnp.zeros_like(x, bool) | (wide == 0))  # split over devices like the elements
+        has_no_weight = jnp.zeros_like(x, bool) | (wide == 0)  # split over devices like the elements
+        searches = jax.config.jax_debug_nans  # type: ignore[attr-defined]
+        with jax.debug_nans(False):  # a masked element may be NaN
+            x = _finite_in_derivatives(*vary_alike((x, has_no_weight)))
+            x = selected(x, where) if searches else x  # the reverse pass may keep the elements
     return x, Weighting(where, jnp.where(wide < 0, jnp.nan, wide))
 
 

@@ -43,7 +43,8 @@ def with_wide_numbers(*arrays: ArrayLike) -> list[Array]:
     """The arrays; numbers of Python, integers and booleans among them get the wide dtype of all."""
     with jax.numpy_dtype_promotion("standard"):
         wide = wide_dtype(float_dtype(jnp.result_type(*arrays)))
-    return [jnp.asarray(x, None if _is_float(x) and not jax.typeof(x).weak_type else wide) for x in arrays]
+    with jax.debug_nans(False):  # what is masked may be NaN before an op
+        return [jnp.asarray(x, None if _is_float(x) and not jax.typeof(x).weak_type else wide) for x in arrays]
 
 
 def _is_float(x: Any) -> bool:
