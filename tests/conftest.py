@@ -36,8 +36,10 @@ def pytest_runtest_setup(item):
 @pytest.fixture
 def choose():
     """A function that makes other choices of sizes and forms than a platform's for the rest of the test."""
+    before = platforms.choices()
     with contextlib.ExitStack() as contexts:
         yield lambda **choices: contexts.enter_context(platforms.chosen(**choices))
+    assert platforms.choices() == before, "another context of choices ended first, and its choices are back"
 
 
 @pytest.fixture

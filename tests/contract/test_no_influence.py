@@ -100,5 +100,5 @@ def _at_masked(op, cotangents, value):
     """The cotangents with another value where an output has no element left."""
     left = {"whole": op.where.any(), "element": op.where, "row": op.where.any(tuple(range(1, op.where.ndim)))}
     for kind, cotangent in zip(op.outputs, cotangents, strict=True):
-        is_left = left[kind].reshape(*left[kind].shape, *[1] * (cotangent.ndim - left[kind].ndim))
+        is_left = np.reshape(left[kind], (*left[kind].shape, *[1] * (cotangent.ndim - left[kind].ndim)))
         yield np.where(is_left, cotangent, np.float32(value))
