@@ -82,4 +82,3 @@ def pytest_xdist_make_scheduler(config, log):
             return nodeid if file.startswith("tests/platforms/") else file
 
     return ByProgram(config, log)
-
