@@ -95,9 +95,9 @@ def test_programs_of_a_gpu_are_lowered_for_it_and_the_formulas_agree(work):
     for case in TINY[work]:
         found = case.prepare()
         names = [name for name in found.functions if name in ("masksafe", "formula", "jax.nn", "jax.lax", "JAX")]
-        steps = [measure.pulled_back(found.functions[name], found.args, found.leaves) for name in names]
-        jax.export.export(jax.jit(steps[0][0]), platforms=["cuda"])(*steps[0][1])
-        values = [jax.jit(step)(*args)[0] for step, args in steps]
+        step, args = measure.pulled_back(found.functions[names[0]], found.args, found.leaves)
+        jax.export.export(jax.jit(step), platforms=["cuda"])(*args)
+        values = [jax.jit(found.functions[name])(*found.args) for name in names]
         assert_close(values[1:], values[:1] * len(values[1:]), 4e-2)
 
 
@@ -129,7 +129,8 @@ def test_what_is_exchanged_is_received(monkeypatch):
 
 
 OF_FORMULAS = [
-    (segments.prepare, segments.FORMULAS, segments.MASKS, ((100, 2), 9)),
+    (segments.prepare, segments.FORMULAS, ("none", "rows"), ((100, 2), 9)),
+    (segments.prepare, ["segment_softmax"], ("none, sorted ids",), ((100, 2), 9)),
     (formulas.prepare_router, formulas.ROUTERS, formulas.OF_TOKENS, (50, 6, 2)),
     (formulas.prepare_pairs, formulas.PAIRS, formulas.OF_ROWS, (50, 6)),
 ]
