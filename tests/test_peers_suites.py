@@ -48,20 +48,8 @@ def test_suite_of_optax(mode, files, tests, intended, least, tmp_path):
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
     }
     modules = [f"optax.losses._{file}_test" for file in files]
-    options = [
-        "-q",
-        "-p",
-        "test_peers_suites",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        str(tmp_path),
-        "-k",
-        tests,
-    ]
-    command = [sys.executable, "-m", "pytest", *options, "--pyargs", *modules]
+    options = ["-q", "-p", "test_peers_suites", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", *options, "-k", tests, "--pyargs", *modules]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     outcome = json.loads(result.read_text())
     # Both ways: what no longer fails is to leave the list.
