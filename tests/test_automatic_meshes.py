@@ -82,8 +82,11 @@ LINEAR = {
 }
 
 
-@parametrize("split", ["classes"], exhaustive=["tokens"])
-@parametrize("name", ["cross-entropy"], exhaustive=LINEAR)
+@parametrize(
+    ("name", "split"),
+    [("cross-entropy", "classes")],
+    exhaustive=[("cross-entropy", "tokens"), ("log-probabilities", "classes"), ("divergence", "tokens")],
+)
 def test_linear_losses(name, split):
     args = (FEATURES, KERNEL, *((TARGET_FEATURES, TARGET_KERNEL) if name == "divergence" else OF_TOKENS))
     of_tokens, of_classes = (P("d"), P()) if split == "tokens" else (P(), P(None, "d"))
@@ -102,8 +105,12 @@ ATTENTION = {
 }
 
 
-@parametrize("spec", [P(None, None, "d")], exhaustive=[P("d")], ids=["heads", "batch"])
-@parametrize("name", ["causal"], exhaustive=ATTENTION)
+HEADS, BATCH = P(None, None, "d"), P("d")
+
+
+@parametrize(
+    ("name", "spec"), [("causal", HEADS)], exhaustive=[("all", BATCH), ("lengths", HEADS), ("segments", BATCH)], ids=str
+)
 def test_attention(name, spec):
     fn = functools.partial(masksafe.dot_product_attention, **ATTENTION[name])
     assert_nothing_is_gathered(fn, QKV, (spec,) * 3, 10, rtol=1e-3)

@@ -23,8 +23,9 @@ OPS = {
 
 
 @parametrize("dtype", ["float32"], exhaustive=["bfloat16"])
-@parametrize("op", [*OPS.values()][:1], exhaustive=[*OPS.values()][1:], ids=OPS)
-def test_value_and_derivatives_are_traced(op, dtype):
+@parametrize("name", ["log_softmax"], exhaustive=OPS)
+def test_value_and_derivatives_are_traced(name, dtype):
+    op = OPS[name]
     total = lambda x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(op(x, np.ones(5, bool))))  # noqa: E731
     along = lambda f: lambda x: jax.jvp(f, (x,), (x,))[1]  # noqa: E731
     x = X.astype(jnp.dtype(dtype))

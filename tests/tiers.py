@@ -20,9 +20,9 @@ def exhaustive_params(values):
 def parametrize(names, values, *, exhaustive, **options):
     """`pytest.mark.parametrize` by values, and by those in `exhaustive`, which repeat what the others prove."""
     is_one = isinstance(names, str) and "," not in names
-    is_given = lambda value: any(value is v or (isinstance(v, str) and value == v) for v in values)  # noqa: E731
+    given = set(map(repr, values))
     repeated = [
-        pytest.param(*([v] if is_one else v), marks=pytest.mark.exhaustive) for v in exhaustive if not is_given(v)
+        pytest.param(*([v] if is_one else v), marks=pytest.mark.exhaustive) for v in exhaustive if repr(v) not in given
     ]
     return pytest.mark.parametrize(names, [*values, *repeated], **options)
 

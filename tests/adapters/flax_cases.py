@@ -49,6 +49,14 @@ OF_LINEN = {  # options that flax.nnx does not have
         {"use_running_average": False, "force_float32_reductions": False, "param_dtype": jnp.bfloat16},
     ),
 }
+ALL_NORMS = NORMS | OF_LINEN
+IN_BOTH = (
+    "layer, parameters in bfloat16",
+    "layer, positions and channels",
+    "layer without parameters",
+    "rms, positions",
+)
+IN_BOTH += ("rms without scale", "group by size", "batch, positions", "batch in bfloat16", "batch, running statistics")
 NORMAL = jax.nn.initializers.normal(1.0)  # for parameters that are neither 0 nor 1
 
 
@@ -198,7 +206,7 @@ def descended(params, d_params):
 
 
 def norm(library, module, name):
-    layer, options = {**NORMS, **OF_LINEN}[name]
+    layer, options = ALL_NORMS[name]
     initializers = {"scale_init": NORMAL} | ({} if layer == "RMSNorm" else {"bias_init": NORMAL})
     return library.make(module, layer, **initializers, **options)
 

@@ -252,10 +252,13 @@ def rotated(layer, query, key_, value, mask):
 
 INTEGERS = np.where(MASK, np.int32([1, -2, 3] * 2), 0)
 SIZES_AND_BIASES = SIZES | BIASES
-CALLS = [(attend, SIZES_AND_BIASES, mask) for mask in (MASK, None, np.asarray(MASK)[0], INTEGERS)]
 
 
-@parametrize(("call", "arguments", "mask"), CALLS[:1], exhaustive=[*CALLS, (rotated, {}, MASK)])
+@parametrize(
+    ("call", "arguments", "mask"),
+    [(attend, SIZES_AND_BIASES, MASK)],
+    exhaustive=[(attend, SIZES_AND_BIASES, None), (attend, SIZES, INTEGERS[0]), (rotated, {}, MASK)],
+)
 def test_attention_is_equinox_own(call, arguments, mask):
     layers = attentions(**arguments)
     assert_same_leaves(*layers)

@@ -95,9 +95,9 @@ def test_programs_of_a_gpu_are_lowered_for_it_and_the_formulas_agree(work):
     for case in TINY[work]:
         found = case.prepare()
         names = [name for name in found.functions if name in ("masksafe", "formula", "jax.nn", "jax.lax", "JAX")]
-        steps = [measure.pulled_back(found.functions[name], found.args, found.leaves) for name in names]
-        jax.export.export(jax.jit(steps[0][0]), platforms=["cuda"])(*steps[0][1])
-        values = [jax.jit(step)(*args)[0] for step, args in steps]
+        step, args = measure.pulled_back(found.functions[names[0]], found.args, found.leaves)
+        jax.export.export(jax.jit(step), platforms=["cuda"])(*args)
+        values = [jax.jit(found.functions[name])(*found.args) for name in names]
         assert_close(values[1:], values[:1] * len(values[1:]), 4e-2)
 
 
@@ -142,6 +142,7 @@ OF_FORMULAS = [
         for prepare, names, masks, sizes in OF_FORMULAS
         for name in names
         for mask in masks
+        if mask != "none, sorted ids" or name == "segment_softmax"  # an option that all hand on
     ]
     + [
         pytest.param(meshes.prepare_ring, "attention", mask, meshes.SIZES_OF_RING["tiny"], marks=pytest.mark.slow)

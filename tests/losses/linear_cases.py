@@ -108,9 +108,9 @@ def use_platform(choose, name):
 
 
 def in_turn(names, placed, cases):
-    """Parameters with a platform in front: those that have one, and as exhaustive ones others in turn."""
+    """Parameters with a platform in front: those that have one, by default, and as exhaustive ones others in turn."""
     turns = [(("elsewhere", "cpu")[i // 2 % 2], *case) for i, case in enumerate(cases)]
-    return parametrize(("platform", *names), placed or turns[:1], exhaustive=turns, indirect=["platform"])
+    return parametrize(("platform", *names), placed, exhaustive=turns, indirect=["platform"])
 
 
 def assert_all_zero(tree):

@@ -82,8 +82,9 @@ def test_where_there_is_no_other_class_or_no_row_all_is_zero(shape):
     assert [x.shape for x in shapes] == [(0,), (0,)]
 
 
-@parametrize("axis", [(2, 0)], exhaustive=[1, (0, -1), (2, 1, 0)])
-@parametrize("masked", ["classes"], exhaustive=["rows"])
+@parametrize(
+    ("axis", "masked"), [((2, 0), "classes")], exhaustive=[(1, "rows"), ((0, -1), "classes"), ((2, 1, 0), "rows")]
+)
 def test_any_axes_are_as_the_last_one(axis, masked):
     shape, rng = (3, 4, 5), np.random.default_rng(0)
     axes = tuple(a % 3 for a in (axis if isinstance(axis, tuple) else (axis,)))
@@ -199,9 +200,14 @@ def test_narrow_labels_of_more_classes_than_they_can_count():
 
 
 @parametrize(
-    ("dtype", "where", "temperature"),
-    [("bfloat16", CLASSES, 0.7)],
-    exhaustive=[("float32", ROWS, 1.0), ("float16", CLASSES, 3.0), ("float32", None, 1e-4)],
+    ("dtype", "where", "temperature", "blocks"),
+    [("bfloat16", CLASSES, 0.7, "blocks")],
+    exhaustive=[
+        ("float32", ROWS, 1.0, "one pass"),
+        ("float16", CLASSES, 3.0, "one pass"),
+        ("float32", None, 1e-4, "blocks"),
+    ],
+    indirect=["blocks"],
 )
 def test_log_probs_and_their_gradients_are_those_of_float64(dtype, where, temperature, blocks):
     labels = LABELS if where is not CLASSES else CLASSES.argmax(-1)
@@ -254,17 +260,17 @@ PEERS = {
 }
 
 
-@parametrize(("offset", "scale"), [(1e4, 1)], exhaustive=[(0, 1), (0, 15)])
-def test_the_error_is_at_most_twice_that_of_the_peer(offset, scale, blocks):
+def test_the_error_is_at_most_twice_that_of_the_peer(blocks):
     rng = np.random.default_rng(0)
-    logits, labels = np.float32(offset + scale * rng.normal(size=(64, 50))), rng.integers(0, 50, 64)
-    args = logits, labels, np.eye(50, dtype=np.float32)[labels]
-    ours, correct = of_each(*args), in_float64(of_each, *args)
     of_peers = jax.jit(lambda *args: {name: (peer(*args), grad(peer, *args)) for name, peer in PEERS.items()})
-    for name, theirs in of_peers(*args).items():
-        for a, b, e in zip(ours[name], theirs, correct[name], strict=True):
-            few_ulp = 4 * np.finfo(np.float32).eps * max(1, np.abs(e).max())
-            assert np.abs(a - e).max() <= max(2 * np.abs(b - e).max(), few_ulp)
+    for offset, scale in ((1e4, 1), (0, 1), (0, 15)):
+        logits, labels = np.float32(offset + scale * rng.normal(size=(64, 50))), rng.integers(0, 50, 64)
+        args = logits, labels, np.eye(50, dtype=np.float32)[labels]
+        ours, correct = of_each(*args), in_float64(of_each, *args)
+        for name, theirs in of_peers(*args).items():
+            for a, b, e in zip(ours[name], theirs, correct[name], strict=True):
+                few_ulp = 4 * np.finfo(np.float32).eps * max(1, np.abs(e).max())
+                assert np.abs(a - e).max() <= max(2 * np.abs(b - e).max(), few_ulp)
 
 
 def test_all_logits_at_the_lowest_value_are_uniform():
@@ -282,8 +288,12 @@ def test_gradient_of_broadcast_16_bit_logits_is_rounded_once():
     np.testing.assert_allclose(np.asarray(gradient, float), exact, rtol=2**-8)
 
 
-@parametrize("masked", [True], exhaustive=[False])
-@parametrize("loss", [poly_loss_cross_entropy], exhaustive=[soft])
+@parametrize(
+    ("loss", "masked", "blocks"),
+    [(poly_loss_cross_entropy, True, "blocks")],
+    exhaustive=[(poly_loss_cross_entropy, False, "one pass"), (soft, False, "blocks"), (soft, True, "one pass")],
+    indirect=["blocks"],
+)
 def test_labels_of_0_need_no_probabilities(blocks, loss, masked):
     """Logits of only -inf have none: with labels of 0 the loss is 0, with others NaN."""
     logits = np.where(np.arange(4)[:, None] % 2 == 0, -INF, LOGITS).astype(np.float32)
@@ -348,9 +358,12 @@ def test_the_exponentials_of_all_logits_are_computed_once(where):
     assert len(re.findall(r"f32\[512,1000\]\S* exponential\(", text)) == 1
 
 
-@parametrize("loss", [soft], exhaustive=[poly_loss_cross_entropy, masksafe.losses.safe_softmax_cross_entropy])
-@parametrize("where", [(np.arange(520) % 3 != 1)[:, None]], exhaustive=[None])
-def test_the_value_alone_is_that_before_a_gradient_whatever_the_logits_are(loss, where):
+@parametrize(
+    ("loss", "options"),
+    [(soft, {"where": (np.arange(520) % 3 != 1)[:, None]})],
+    exhaustive=[(poly_loss_cross_entropy, {}), (masksafe.losses.safe_softmax_cross_entropy, {})],
+)
+def test_the_value_alone_is_that_before_a_gradient_whatever_the_logits_are(loss, options):
     """In arrays so large that XLA's library for CPUs computes the value alone, whose maxima lose a NaN."""
     rng = np.random.default_rng(0)
     logits, targets = rng.normal(size=(520, 40)).astype(np.float32), rng.dirichlet(np.ones(40), 520).astype(np.float32)
@@ -359,7 +372,6 @@ def test_the_value_alone_is_that_before_a_gradient_whatever_the_logits_are(loss,
     logits[8:10] = -INF
     targets[8] = targets[10] = 0
     targets[11, 3] = NAN
-    options = {} if loss is masksafe.losses.safe_softmax_cross_entropy else {"where": where}
     value = functools.partial(loss, **options)
     before = optimised_jit(lambda x, t: jax.vjp(lambda x: value(x, t), x)[0])(logits, targets)
     np.testing.assert_allclose(optimised_jit(value)(logits, targets), before, rtol=2e-6, atol=1e-6)
@@ -422,8 +434,11 @@ def rows_of_every_kind():
     return logits, targets, np.repeat(np.array([2.0, 0.0], np.float32), 13)
 
 
-@parametrize("where", [None], exhaustive=[np.arange(26) % 13 != 11])
-@parametrize("loss", [soft], exhaustive=[masksafe.losses.poly_loss_cross_entropy])
+@parametrize(
+    ("loss", "where"),
+    [(soft, None)],
+    exhaustive=[(soft, np.arange(26) % 13 != 11), (masksafe.losses.poly_loss_cross_entropy, None)],
+)
 def test_what_one_kernel_computes_is_repaired_in_bad_rows(loss, where, choose):
     """As in one pass over the rows, in which each has what is right selected."""
     logits, targets, d_loss = rows_of_every_kind()

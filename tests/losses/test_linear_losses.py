@@ -1,7 +1,5 @@
 """What all losses of a linear layer have in common beyond the contract's table: digits, what is bad, memory."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import linear_cases as cases
@@ -16,7 +14,7 @@ from masksafe import losses
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
-COTANGENTS_OF_ZERO = [(LOG_PROBS, {}), (DIVERGENCE, {"reduction": "sum"}), (TOP_K, {"reduction": "none"})]
+COTANGENTS_OF_ZERO = [(LOG_PROBS, {}), (DIVERGENCE, {"reduction": "sum"})]
 
 
 @cases.in_turn(("op", "options"), [("cpu", CROSS_ENTROPY, {"reduction": "none"})], COTANGENTS_OF_ZERO)
@@ -49,10 +47,10 @@ def test_any_batch_axes(op):
     np.testing.assert_allclose(run(given, rows), flat.reshape(shape), rtol=2e-5, atol=1e-6)
 
 
-DIGITS = [*itertools.product(OPS, ("bfloat16", "float16")), (CROSS_ENTROPY, "mixed")]
+DIGITS = [(TOP_K, "float16"), (LOG_PROBS, "bfloat16"), (DIVERGENCE, "float16"), (CROSS_ENTROPY, "mixed")]
 
 
-@cases.in_turn(("op", "dtype"), [("cpu", *DIGITS[0])], DIGITS[1:])
+@cases.in_turn(("op", "dtype"), [("cpu", CROSS_ENTROPY, "bfloat16")], DIGITS)
 def test_gradients_have_the_digits_of_their_dtypes(platform, op, dtype):
     """Mixed: those of features in bfloat16."""
     arrays = {k: v for k, v in cases.ARRAYS[op].items() if k not in ("weights", "class_weights")}
@@ -101,8 +99,8 @@ def bad_calls(op):
         yield floats, others | {"target_log_probs": np.where(first, np.nan, others["target_log_probs"])}
 
 
-OTHER_FORMS = [(LOG_PROBS, {}), (TOP_K, {"rest": "drop"}), (CROSS_ENTROPY, {}), (LOG_PROBS, {"with_entropy": True})]
-OTHER_FORMS += [(DIVERGENCE, {"direction": direction}) for direction in cases.DIRECTIONS]
+OTHER_FORMS = [(TOP_K, {"rest": "drop"}), (DIVERGENCE, {"direction": "forward"}), (LOG_PROBS, {"with_entropy": True})]
+OTHER_FORMS += [(DIVERGENCE, {"direction": "jensen_shannon"})]
 
 
 @cases.in_turn(("op", "more"), [("cpu", CROSS_ENTROPY, {})], OTHER_FORMS)
@@ -130,8 +128,7 @@ def test_what_is_bad_stays_in_its_row_and_is_gone_if_it_is_replaced(platform, op
         cases.assert_all_zero(gone)
 
 
-@parametrize("op", [CROSS_ENTROPY], exhaustive=[LOG_PROBS])
-@parametrize("by", ["mask"], exhaustive=["bias"])
+@cases.in_turn(("op", "by"), [("cpu", CROSS_ENTROPY, "mask")], [(LOG_PROBS, "mask"), (CROSS_ENTROPY, "bias")])
 def test_a_label_at_a_class_that_is_excluded_costs_infinity(platform, op, by):
     """Whatever its weight. What does not depend on the label is as for any other."""
     options = OPS[op].all_outputs | {"where": MASK}
@@ -172,7 +169,7 @@ def test_dead_places_of_a_block_do_not_meet_an_infinite_weight(platform, op):
     assert np.isfinite(np.asarray(gradients["features"])[~MASK]).all()
 
 
-@cases.in_turn(("op",), [("elsewhere", CROSS_ENTROPY)], [(DIVERGENCE,), (TOP_K,), (CROSS_ENTROPY,), (LOG_PROBS,)])
+@cases.in_turn(("op",), [("elsewhere", CROSS_ENTROPY)], [(DIVERGENCE,), (TOP_K,), (LOG_PROBS,)])
 def test_a_vmap_over_samples_of_unlike_numbers_of_blocks(platform, op):
     floats, others = cases.split_call(op)
 

@@ -54,9 +54,6 @@ def value_and_gradients(op, axis=-1, epsilon=1e-6):
 
 
 NAMES = ["layer_norm", "rms_norm", "standardize"]
-EPSILONS = pairs(NAMES, [0, 1e-6], [True, False])
-MASKED_OR_NOT = pairs([*NAMES, "group_norm", "batch_norm", "weights"], [True, False])
-EMPTY_SHAPES = pairs(NAMES, [(4, 0), (0, 4), (2, 0, 3)])
 
 # The forms of a program: on a CPU in one block or several, with rows left over, or as one kernel; and that of
 # accelerators, for arrays of any size.
@@ -73,7 +70,12 @@ def program(request, choose):
     choose(**PROGRAMS[request.param])
 
 
-IN_PROGRAMS = pairs(PROGRAMS, [False, True], [-1, 0])
+in_programs = parametrize(
+    ("program", "masked", "axis"),
+    [("one block", False, -1)],
+    exhaustive=pairs(PROGRAMS, [False, True], [-1, 0]),
+    indirect=["program"],
+)
 
 
 # Values and gradients.
@@ -86,10 +88,7 @@ IN_PROGRAMS = pairs(PROGRAMS, [False, True], [-1, 0])
         ("blocks", "layer_norm", 1, "rows"),
         ("one block", "rms_norm", (2, 0), "columns"),
         ("blocks", "standardize", (0, 1, 2), "dead"),
-        ("elsewhere", "layer_norm", (2, 1), "some"),
-        ("elsewhere", "rms_norm", 0, "no"),
-        ("elsewhere", "standardize", -1, "rows"),
-        ("kernel", "layer_norm", (2, 1), "rows"),
+        ("elsewhere", "layer_norm", (2, 1), "no"),
         ("kernel", "layer_norm", (2, 0, 1), "columns"),
         ("kernel", "rms_norm", 1, "dead"),
     ],
@@ -118,7 +117,7 @@ INPUTS = [np.random.default_rng(0).normal(size=(4, 1024)) + offset for offset in
 INPUTS += [OUTLIER, OUTLIER + 1e3, OTHER_START]
 
 
-@parametrize(("program", "masked", "axis"), IN_PROGRAMS[:1], exhaustive=IN_PROGRAMS, indirect=["program"])
+@in_programs
 def test_no_digit_is_lost(program, masked, axis):
     along = (lambda a: a) if axis == -1 else (lambda a: np.swapaxes(a, 0, 1))
 
@@ -149,7 +148,7 @@ def test_narrow_floats_stay_what_they_are():
     assert {a.dtype for a in results} == {jnp.dtype("float8_e4m3fn")}
 
 
-@parametrize(("program", "masked", "axis"), IN_PROGRAMS[:1], exhaustive=IN_PROGRAMS, indirect=["program"])
+@in_programs
 def test_constant_whose_mean_is_rounded_has_no_spread_but_with_the_next_float_it_has(program, masked, axis):
     along = (lambda a: a) if axis == -1 else (lambda a: np.swapaxes(a, 0, 1))
     for n in (1000, 41):
@@ -163,11 +162,7 @@ def test_constant_whose_mean_is_rounded_has_no_spread_but_with_the_next_float_it
     np.testing.assert_allclose(normalized, expected, rtol=1e-4)
 
 
-@parametrize(
-    ("op", "epsilon", "masked"),
-    EPSILONS[:1],
-    exhaustive=EPSILONS,
-)
+@parametrize(("op", "epsilon", "masked"), [("layer_norm", 0, True)], exhaustive=pairs(NAMES, [0, 1e-6], [True, False]))
 def test_slice_without_a_spread_is_finite_to_the_second_derivative(op, epsilon, masked):
     scale, bias = parameters((4,), -1)
     direction = weights_of(4)  # a derivative that is not finite makes its product with this one not finite
@@ -193,8 +188,8 @@ def test_slice_without_a_spread_is_finite_to_the_second_derivative(op, epsilon, 
 
 @parametrize(
     ("name", "masked"),
-    MASKED_OR_NOT[:1],
-    exhaustive=MASKED_OR_NOT,
+    [("layer_norm", True)],
+    exhaustive=pairs([*NAMES, "group_norm", "batch_norm", "weights"], [True, False]),
 )
 def test_without_epsilon_the_scale_of_a_row_has_no_effect(name, masked):
     x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
@@ -234,12 +229,7 @@ def test_parameter_that_is_bad_where_one_row_masks_it_harms_only_the_others():
     assert np.isfinite(jax.jit(jax.grad(loss))(x)[0]).all()
 
 
-@parametrize(
-    ("op", "shape"),
-    EMPTY_SHAPES[:1],
-    exhaustive=EMPTY_SHAPES,
-    ids=str,
-)
+@parametrize(("op", "shape"), [("layer_norm", (4, 0))], exhaustive=pairs(NAMES, [(4, 0), (0, 4), (2, 0, 3)]), ids=str)
 def test_arrays_without_elements(op, shape):
     nothing, scale = np.zeros(shape, np.float32), np.ones(shape[-1], np.float32)
     y, (d_x, *d_parameters) = value_and_gradients(op)(nothing, scale, scale, None, nothing)
@@ -250,8 +240,13 @@ def test_arrays_without_elements(op, shape):
 # Devices.
 
 
-@parametrize("of_where", [(64, 1)], exhaustive=[(64, 6), (1, 6)])
-@parametrize("program", ["one block"], exhaustive=PROGRAMS, indirect=True)
+@parametrize(
+    ("program", "of_where"),
+    [("one block", (64, 1))],
+    exhaustive=[("one block", (1, 6)), ("blocks", (64, 6)), ("kernel", (1, 6)), ("elsewhere", (64, 1))],
+    indirect=["program"],
+    ids=str,
+)
 def test_inside_shard_map(program, of_where):
     x, where = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32), RNG.random(of_where) < 0.7
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

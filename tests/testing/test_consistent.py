@@ -72,8 +72,8 @@ forward_rule_with_another_value.defjvp(lambda xs, ts: (jnp.sin(xs[0]) + 1e-3, jn
 
 doubled_if_compiled = lambda x: x * 2 if is_traced(x) else x  # noqa: E731
 TRACED = ("op by op", "jit")
+COMPILED_REVERSE_RULE = compiled_reverse_rule, TRACED, r"gradient with respect to argument 0, "
 BUGS = [
-    (compiled_reverse_rule, TRACED, r"gradient with respect to argument 0, "),
     (forward_rule_for_another_axis, ("jit", "value_and_grad"), r"jit against value_and_grad: 4\d of 48 "),
     (forward_rule_with_another_value, ("jit", "jvp"), r"jit against jvp: "),
     (doubled_if_compiled, ("op by op", "jit", "vmap"), r"op by op against jit, vmap: "),
@@ -88,7 +88,7 @@ BUGS = [
 ]
 
 
-@parametrize(("fn", "modes", "text"), BUGS[:1], exhaustive=BUGS)
+@parametrize(("fn", "modes", "text"), [COMPILED_REVERSE_RULE], exhaustive=BUGS)
 def test_planted_bug_is_found(fn, modes, text):
     with pytest.raises(AssertionError) as report:
         assert_consistent(fn, X, modes=modes)
@@ -136,7 +136,7 @@ def test_error_of_every_mode_is_the_functions_own():
 
 
 def mlp(params, x, where):
-    hidden = jax.nn.gelu(masksafe.rms_norm(x @ params["in"], where=where[..., None]))
+    hidden = jnp.tanh(masksafe.mask_where(~where[..., None], x, 0) @ params["in"])
     return {"logits": hidden @ params["out"], "alive": where.sum(-1)}
 
 
@@ -148,8 +148,6 @@ def in_a_shard_map(x):
 KEY = jax.random.key(0)
 PARAMS = {"in": X[0].T @ X[0, :, :5], "out": X[0, :, :5].T}
 CLEAN = {
-    "softmax": (jax.nn.softmax, X),
-    "a sum of all": (lambda x: jnp.sin(x) * x.sum(), X),
     "bfloat16": (lambda x: jax.nn.softmax(x) @ jnp.eye(8, 2, dtype=x.dtype), jnp.asarray(X, jnp.bfloat16)),
     "float16": (lambda x: jnp.tanh(x) * 3, jnp.asarray(X, jnp.float16)),
     "scalar": (jnp.sin, jnp.array(0.5)),
@@ -158,14 +156,19 @@ CLEAN = {
     "complex": (lambda x: jnp.exp(1j * x) @ jnp.exp(1j * x).T, X[0]),
     "complex argument": (lambda z: jnp.exp(z) @ z.T, X[0] * (1 + 1j)),
     "any output": (lambda x, key: {"key": jax.random.split(key)[0], "n": 3, "half": 0.5, "np": x[0]}, X, KEY),
-    "nothing but a key": (lambda key: jax.random.normal(key, (3,), jnp.float32), KEY),
+    "nothing but a key": (lambda key: jax.random.uniform(key, (3,), jnp.float32), KEY),
     "no arguments": (lambda: jnp.arange(3),),
     "a result of 0": (lambda x: jax.nn.softmax(x).sum(-1) - 1, X),
-    "a gradient of 0": (lambda x, bias: masksafe.layer_norm(x + bias, axis=-1), X, np.float32(0.3)),
+    "a gradient of 0": (lambda x, bias: x + bias - jnp.mean(x + bias, -1, keepdims=True), X, np.float32(0.3)),
     "empty": (lambda x: x * 2, np.zeros((0, 3), np.float32)),
-    "None": (lambda x, y: x * 2, X, None),
     "shard_map": (in_a_shard_map, X),
-    "numbers and keys": (lambda x, n, key: x * n + jax.random.normal(key, x.shape, jnp.float32), X, 3, KEY),
+    "numbers, keys and None": (
+        lambda x, n, key, _: x * n + jax.random.uniform(key, x.shape, "float32"),
+        X,
+        3,
+        KEY,
+        None,
+    ),
     "parameters": (mlp, PARAMS, X, np.array([[True, False, True], [False] * 3])),
     "custom_vjp of another library": (reverse_rule_of_sin := jax.custom_vjp(jnp.sin), X),
 }
@@ -175,7 +178,7 @@ reverse_rule_of_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, d: (jnp.cos(x) *
 @parametrize("name", ["infinities and NaN"], exhaustive=CLEAN)
 def test_functions_of_every_kind_pass_in_every_mode(name):
     fn, *args = CLEAN[name]
-    modes = CONSISTENCY_MODES if name in ("softmax", "parameters", "shard_map") else ON_ONE_DEVICE
+    modes = CONSISTENCY_MODES if name in ("parameters", "shard_map") else ON_ONE_DEVICE
     assert_consistent(fn, *args, modes=modes)
 
 
@@ -200,7 +203,7 @@ def test_sharded_arrays_are_split_where_their_axes_divide():
     assert [sharding.shard_shape((8, 16)) for sharding in shardings] == [(1, 16), (8, 2)]
 
 
-OF_GRADIENTS = "scalar", "numbers and keys", "softmax", "a gradient of 0", "parameters"
+OF_GRADIENTS = "scalar", "numbers, keys and None", "a gradient of 0", "parameters"
 
 
 @parametrize("name", ["scalar"], exhaustive=OF_GRADIENTS)

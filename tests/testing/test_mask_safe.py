@@ -81,8 +81,8 @@ UNIFORM = lambda x: jax.nn.softmax(jnp.where(MASK.any(1, keepdims=True), -1e30, 
 MASKS_LESS = r"In the call of `empty`, which should mask everything: .*\n +argument: +0, .* 6 of 6 elements masked"
 
 # Planted bugs, and what the report must say of each.
+LEAK_OF_BOTH = check(lambda x: clean(x) + zero_with_a_gradient(x)), "2 of 2 masked elements"
 LEAKS = [
-    (check(lambda x: clean(x) + zero_with_a_gradient(x)), "2 of 2 masked elements"),
     (check(lambda x: x.sum()), "derivative: value"),
     (check(lambda x: x * ~MASK), "derivative: value"),
     (check(ZERO_TIMES), "derivative: value"),
@@ -99,9 +99,9 @@ LEAKS = [
     (check(lambda p: p["b"].sum(), TREE, masked=OF_TREE), r"argument: +0, float32\[3\], float32\[2, 3\], 3 of 9"),
     (check(lambda batch: where_unmasked(batch["x"]), BATCH, masked=OF_BATCH), "derivative: gradient"),
 ]
+# The function sees arrays of JAX only.
+SAFE_OF_JAX = check(lambda x: clean(x.at[0, 0].set(0.0)), garbage=np.array([1e30]), transforms=("eager",), order=0)
 SAFE = [
-    # The function sees arrays of JAX only.
-    check(lambda x: clean(x.at[0, 0].set(0.0)), garbage=np.array([1e30]), transforms=("eager",), order=0),
     check(leaking(1), order=0),
     check(leaking(2), order=1),
     check(lambda i: jnp.where(OF_INDEX, 0.0, TABLE[i]) + TABLE[i].sum() * 0, INDEX, masked={0: OF_INDEX}),
@@ -115,13 +115,13 @@ SAFE = [
 ]
 
 
-@parametrize(("call", "text"), LEAKS[:1], exhaustive=LEAKS)
+@parametrize(("call", "text"), [LEAK_OF_BOTH], exhaustive=LEAKS)
 def test_planted_leak_is_found(call, text):
     with pytest.raises(AssertionError, match=text):
         call()
 
 
-@parametrize("call", SAFE[:1], exhaustive=SAFE)
+@parametrize("call", [SAFE_OF_JAX], exhaustive=SAFE)
 def test_what_is_safe_passes(call):
     call()
 

@@ -32,8 +32,9 @@ def naive_softmax(x):
 
 
 # The bug, and the primitive, index and inputs that the report must blame.
+MEAN_OF_NOTHING = mean_of_nothing, ["div", (), (0.0, 0.0)]
 CLASSIC = [
-    (mean_of_nothing, ["div", (), (0.0, 0.0)]),
+    MEAN_OF_NOTHING,
     (entropy, ["log", (1,), (0.0,)]),
     (naive_softmax, ["exp", (0,), (100.0,)]),
 ]
@@ -76,7 +77,7 @@ WAYS = {
 
 
 @parametrize("way", ["plain"], exhaustive=WAYS)
-@parametrize(("fn", "blamed"), CLASSIC[:1], exhaustive=CLASSIC)
+@parametrize(("fn", "blamed"), [MEAN_OF_NOTHING], exhaustive=CLASSIC)
 def test_classic_bug_is_found_in_every_construct(fn, blamed, way):
     report = nonfinite_report(WAYS[way](fn), X)
     assert report
@@ -158,8 +159,8 @@ MIXTURES = [
 HEADS = np.linspace(0.1, 1, 24, dtype=np.float32).reshape(1, 3, 2, 4)
 BETWEEN = np.float32([-1, 1, -1])
 # What is run on what, and the sources: their primitives, and the indices of their first bad elements.
+TWO_SOURCES = (lambda x: (jnp.log(x), 1 / (x - 1))), X, [("log", (1,)), ("div", (0,))]
 SOURCES = [
-    (lambda x: (jnp.log(x), 1 / (x - 1)), X, [("log", (1,)), ("div", (0,))]),
     (moved_and_summed, X, [("exp", (0,))]),
     (with_attention_and_norm, HEADS + np.float32([0, 0, np.nan]).reshape(3, 1, 1), [("log", ())]),
     (in_one_step_of_many, np.float32(1), [("log", ())]),
@@ -182,7 +183,7 @@ SOURCES = [
 ]
 
 
-@parametrize(("fn", "x", "expected"), SOURCES[:1], exhaustive=SOURCES)
+@parametrize(("fn", "x", "expected"), [TWO_SOURCES], exhaustive=SOURCES)
 def test_sources_are_found(fn, x, expected):
     report = nonfinite_report(fn, x)
     assert [(source.primitive, source.index) for source in report.sources] == expected
@@ -240,8 +241,11 @@ def in_a_while(z, y):
     return lax.while_loop(still, lambda c: (c[0] * jnp.nan, y), (z[1], jnp.full_like(y, jnp.inf)))[1]
 
 
+def nan_unless_finite(z, y):
+    return jnp.where(jnp.isfinite(z).all(), y, jnp.nan)
+
+
 PREDICATES = [
-    lambda z, y: jnp.where(jnp.isfinite(z).all(), y, jnp.nan),
     lambda z, y: y * jnp.where(jnp.isnan(z), jnp.nan, 1),
     lambda z, y: y + jnp.where(z != z, jnp.nan, 0),
     lambda z, y: jnp.where(jnp.max(z) > -5, y, jnp.nan),
@@ -260,7 +264,7 @@ PREDICATES = [
 ]
 
 
-@parametrize("chosen", PREDICATES[:1], exhaustive=PREDICATES)
+@parametrize("chosen", [nan_unless_finite], exhaustive=PREDICATES)
 def test_chosen_constant_is_followed_through_its_predicate(chosen):
     def fn(x, y):
         made = jnp.log(x)
@@ -275,8 +279,8 @@ def test_chosen_constant_is_followed_through_its_predicate(chosen):
 
 
 # Sources that are beside a NaN which decides nothing about them.
+SELECTED = (lambda z, x: jnp.where(x > 3, jnp.nan, x)), "select_n"
 OWN_SOURCES = [
-    (lambda z, x: jnp.where(x > 3, jnp.nan, x), "select_n"),
     (lambda z, x: jnp.where(jnp.nanmean(z) < 3, jnp.nan, x), "select_n"),
     (lambda z, x: jnp.log(jnp.nanmean(z) - 50), "log"),
     (lambda z, x: jnp.log(masksafe.mean(z, where=jnp.isfinite(z)) - 50), "log"),
@@ -288,7 +292,7 @@ OWN_SOURCES = [
 ]
 
 
-@parametrize(("fn", "primitive"), OWN_SOURCES[:1], exhaustive=OWN_SOURCES)
+@parametrize(("fn", "primitive"), [SELECTED], exhaustive=OWN_SOURCES)
 def test_source_that_no_bad_value_decided_is_blamed_itself(fn, primitive):
     report = nonfinite_report(lambda x: fn(jnp.arccosh(-x), x), jnp.array([1.0, 2.0, 4.0]).at[1].set(-2.0))
     assert report.first.primitive == primitive
@@ -349,7 +353,7 @@ ON_DEVICES = [
 ]
 
 
-@parametrize(("fn", "axis_type"), ON_DEVICES[:1], exhaustive=ON_DEVICES)
+@parametrize(("fn", "axis_type"), [(in_one_device, "Auto")], exhaustive=ON_DEVICES)
 def test_shard_map_is_replayed(fn, axis_type):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(getattr(jax.sharding.AxisType, axis_type),) * 2)
     spec = jax.sharding.PartitionSpec("a", "b")

@@ -27,9 +27,8 @@ def split(request):
         yield lambda *arrays: jax.device_put(arrays, sharding)
 
 
-def mean_loss(logits, labels, where):
-    loss = masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, labels, where=where)
-    return masksafe.mean(loss, where=where)
+def mean_loss(predictions, labels, where):
+    return masksafe.mean(labels, where=where) * masksafe.var(predictions, where=where[:, None])
 
 
 @pytest.mark.exhaustive
