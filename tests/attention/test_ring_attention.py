@@ -196,7 +196,14 @@ def test_all_masks_together_and_each_alone_are_those_of_one_device(ring, one_dev
     lengths = dict(query_seq_lengths=np.array([16, 7]), key_value_seq_lengths=np.array([10, 3]))
     segments = dict(query_segment_ids=IDS, key_value_segment_ids=IDS)
     of_shards = dict(key_value_seq_lengths=np.array([4, 0]))
-    for arrays in ({}, shuffled, lengths, of_shards, segments, dict(bias=np.where(ALLOWED, WITH_ALL_MASKS["bias"], -np.inf))):
+    for arrays in (
+        {},
+        shuffled,
+        lengths,
+        of_shards,
+        segments,
+        dict(bias=np.where(ALLOWED, WITH_ALL_MASKS["bias"], -np.inf)),
+    ):
         assert_close(ring(**arrays), one_device(**arrays))
 
 
