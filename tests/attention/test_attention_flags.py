@@ -62,11 +62,15 @@ OF_SPLASH = {
     "lengths": dict(query_seq_lengths=np.array([100, 128]), key_value_seq_lengths=np.array([50, 0])),
     "segments": dict(query_segment_ids=IDS, key_value_segment_ids=IDS),
 }
-# Those that show how a form takes each argument, where another has them all.
-FEW = "nothing", "window", "key lengths", "causal, segments, lengths", "offset, window", "pairs", "positions, window"
-FEW += "mod of samples and heads", "bias of queries", "scale", "soft cap", "sinks", "dropout", "score_mod", "logsumexp"
-FEW = {name: CASES[name] for name in FEW}
-FEW_OF_A_USER = {name: arguments for name, arguments in FEW.items() if name in OF_A_USER}
+# All that a form takes in few calls, where another form has each case for itself.
+FEW = {
+    "nothing": {},
+    "masks": CASES["causal, segments, lengths"] | CASES["pairs"] | CASES["bias of queries"],
+    "offset, window": CASES["offset, window"],
+    "functions": CASES["positions, window"] | CASES["mod of samples and heads"] | CASES["score_mod"],
+    "options": CASES["scale"] | CASES["soft cap"] | CASES["sinks"] | CASES["dropout"] | CASES["logsumexp"],
+}
+FEW_OF_A_USER = {name: FEW[name] for name in ("nothing", "masks", "offset, window")}
 WITH_SECOND = "causal, segments, lengths", "bias of keys", "score_mod", "sinks", "scale"
 # What computes it: how it is asked for, what it is asked, and the choices that lead there.
 EXECUTORS = {
@@ -82,7 +86,7 @@ EXECUTORS = {
 }
 
 
-@parametrize("executor", ["kernel of a user"], exhaustive=[*EXECUTORS][1:])
+@parametrize("executor", ["kernel of a user"], exhaustive=EXECUTORS)
 def test_no_rank_and_no_dtype_is_promoted(executor, choose):
     """Beside integers of 64 bits. Of some second derivatives too: those of blocks, whatever computes the first."""
     implementation, arguments, adjust = EXECUTORS[executor]
@@ -130,7 +134,7 @@ EAGER = {
 }
 
 
-@parametrize("name", ["many queries"], exhaustive=[*EAGER][1:])
+@parametrize("name", ["many queries"], exhaustive=EAGER)
 def test_nan_under_the_mask_is_no_alarm_in_eager_code(name, choose):
     """Nor where it is kept for the reverse pass; and an unmasked one is an alarm."""
     choose(attention=dict(most_weights_kept=0))
