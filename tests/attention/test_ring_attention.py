@@ -102,7 +102,7 @@ CASES = {
     "window and causal": ("one block", {}, dict(local_window_size=6, is_causal=True)),
     "no mask": ("many blocks", {}, {}),
     "window to the left": ("blocks of keys", {}, dict(local_window_size=(3, 0))),
-    "window elsewhere": ("rows", {}, dict(local_window_size=(9, -7))),
+    "window elsewhere": ("one block", {}, dict(local_window_size=(9, -7))),
     "window that sees nothing": ("one block", {}, dict(local_window_size=(-17, 20))),
     "causal, before the keys": ("rows", {}, dict(is_causal=True, causal_offset=-6)),
     "causal, after the keys, lengths": (
@@ -115,23 +115,19 @@ CASES = {
         dict(causal_offset=np.array([-5, 3]), query_segment_ids=IDS[:1], key_value_segment_ids=IDS[:1]),
         dict(is_causal=True),
     ),
-    "positions of queries": ("rows", dict(query_positions=SHUFFLED), dict(local_window_size=(5, 2))),
-    "pairs, bias of keys": ("many blocks", dict(mask=ALLOWED, bias=normals(B, 1, 1, T, seed=4)), {}),
+    "positions of queries": ("blocks of keys", dict(query_positions=SHUFFLED), dict(local_window_size=(5, 2))),
+    "pairs, bias of keys": ("rows", dict(mask=ALLOWED, bias=normals(B, 1, 1, T, seed=4)), {}),
     "mask and bias of queries": (
-        "rows",
+        "many blocks",
         dict(mask=np.isin(INDEX, (0, 5, 6, 7, 14))[None, None, :, None], bias=normals(B, N, T, 1, seed=4)),
         dict(is_causal=True),
-    ),
-    "both mods, positions": (
-        "blocks of keys",
-        dict(slopes=SLOPES, query_positions=SHUFFLED, key_positions=SHUFFLED),
-        dict(mask_mod=near),
     ),
     "everything": (
         "one block",
         dict(bias=SOME_BIAS, sinks=SINKS, slopes=SLOPES, scale=np.float32(0.7))
-        | dict(query_segment_ids=IDS, key_value_segment_ids=IDS, key_value_seq_lengths=np.array([14, 13])),
-        dict(is_causal=True, logit_soft_cap=3.0),
+        | dict(query_segment_ids=IDS, key_value_segment_ids=IDS, key_value_seq_lengths=np.array([14, 13]))
+        | dict(query_positions=SHUFFLED, key_positions=SHUFFLED),
+        dict(is_causal=True, logit_soft_cap=3.0, mask_mod=near),
     ),
 }
 # With the types of `jax.shard_map` checked or not.
