@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, normals, other_derivatives
+from attention_cases import attention, below, by_formula, normals, other_derivatives, window
 from comparisons import assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -110,9 +110,11 @@ def test_value_and_gradients_are_those_of_one_device(split_and_masks, many_block
 @pytest.mark.exhaustive
 def test_other_derivatives_are_those_of_one_device():
     inputs, mesh = tuple(inputs_of(8)[:3]), mesh_of()
-    attend = functools.partial(attention, implementation="xla", **MASKS["structure"][0])
-    derivatives = jax.jit(functools.partial(other_derivatives, attend))
-    expected = derivatives(inputs, tuple(map(np.cos, inputs)))
+    derivatives = jax.jit(functools.partial(other_derivatives, functools.partial(attention, **MASKS["structure"][0])))
+    live = window(T, S, 5, 0) & below([8, 0, 3, 5], S)[:, None, None]
+    live &= SEGMENTS["query_segment_ids"].T == SEGMENTS["key_value_segment_ids"]
+    formula = jax.jit(functools.partial(other_derivatives, functools.partial(by_formula, live)))
+    expected = formula(inputs, tuple(map(np.cos, inputs)))
     with jax.set_mesh(mesh):
         split = tuple(put(mesh, inputs, (P("x", None, "y"),) * 3))
         assert_close(derivatives(split, tuple(map(jnp.cos, split))), expected, 1e-3, 1e-4)

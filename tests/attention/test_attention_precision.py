@@ -73,6 +73,7 @@ PLAIN_HESSIAN = hessian_of(jax.nn.dot_product_attention)  # one program for all 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["rows", "many blocks", "weights kept"], indirect=True)
 def test_second_order_is_as_exact_as_that_of_the_plain_formula_where_logits_are_large(form):
     def forward_over_forward_mode(loss):
         return jax.jacfwd(jax.grad(loss))
