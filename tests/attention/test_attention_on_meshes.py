@@ -112,7 +112,7 @@ def test_other_derivatives_are_those_of_one_device():
     inputs, mesh = tuple(inputs_of(8)[:3]), mesh_of()
     derivatives = jax.jit(functools.partial(other_derivatives, functools.partial(attention, **MASKS["structure"][0])))
     live = window(T, S, 5, 0) & below([8, 0, 3, 5], S)[:, None, None]
-    live &= SEGMENTS["query_segment_ids"].T == SEGMENTS["key_value_segment_ids"]
+    live &= SEGMENTS["key_value_segment_ids"] == SEGMENTS["query_segment_ids"].T
     formula = jax.jit(functools.partial(other_derivatives, functools.partial(by_formula, live)))
     expected = formula(inputs, tuple(map(np.cos, inputs)))
     with jax.set_mesh(mesh):
