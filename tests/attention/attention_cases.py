@@ -235,13 +235,22 @@ CASES = cases_of(7)
 # Other derivatives than those of a reverse pass.
 
 
+def by_formula(live, query, key, value):
+    """The output of attention as JAX differentiates it to any order: with no shift, so for small logits alone."""
+    groups = query.shape[2] // key.shape[2]
+    key, value = jnp.repeat(key, groups, 2), jnp.repeat(value, groups, 2)
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[3] ** -0.5
+    exps = jnp.where(live, jnp.exp(logits), 0)
+    total = jnp.moveaxis(exps.sum(-1), 1, 2)[..., None]
+    return jnp.einsum("bnts,bsnh->btnh", exps, value) / jnp.where(total == 0, 1, total)
+
+
 def loss(fn, *inputs):
     return jnp.sum(jnp.sin(fn(*inputs).astype(jnp.float32)))
 
 
-def other_derivatives(arguments, implementation, inputs, along):
+def other_derivatives(fn, inputs, along):
     """Forward mode, forward over reverse, and reverse over reverse."""
-    fn = functools.partial(attention, implementation=implementation, **arguments)
     slope = jax.grad(functools.partial(loss, fn), (0, 1, 2))
     with masksafe.forward_mode():
         _, forward = jax.jvp(fn, inputs, along)

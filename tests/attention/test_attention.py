@@ -78,10 +78,11 @@ def test_what_is_bad_shows_where_it_is_seen_and_nowhere_else(form):
     assert_bad_rows(found, INDEX < 0, INDEX == 3, INDEX >= 0, INDEX >= 0)
 
 
-FORMS_AND_LENGTHS = [("elsewhere", 64), ("cuda", 256), ("tpu", 128), ("elsewhere", 32), ("cpu", 600)]
-
-
-@parametrize(("form", "length"), FORMS_AND_LENGTHS[:1], exhaustive=FORMS_AND_LENGTHS)
+@parametrize(
+    ("form", "length"),
+    [("elsewhere", 64)],
+    exhaustive=[("cuda", 256), ("tpu", 128), ("elsewhere", 32), ("cpu", 600)],
+)
 def test_a_nan_shows_in_every_form_at_lengths_for_which_xla_has_another_code(form, length, choose):
     """XLA's CPU compiler loses a NaN in the maximum of 64 numbers, and in the exp of a NaN that it knows."""
     choose(form=form, attention=dict(most_weights_kept=0))
@@ -131,8 +132,7 @@ def test_what_is_too_large_for_a_product_is_bad_whatever_it_is_multiplied_by(for
             np.testing.assert_allclose(gradient, expected[n][0, :, 0], rtol=1e-4, atol=1e-5 * largest)
 
 
-@parametrize("is_static", [False], exhaustive=[True])
-@parametrize("dtype", [jnp.bfloat16], exhaustive=[np.float32])
+@parametrize(("dtype", "is_static"), [(jnp.bfloat16, False)], exhaustive=[(jnp.bfloat16, True), (np.float32, True)])
 def test_queries_are_too_large_with_or_without_the_scale(dtype, is_static):
     query, key, value = random_inputs(1, 6, 6, 1, dtype=dtype)
     attend = jax.jit(lambda scale, *args: attention(*args, scale=scale), static_argnums=[0] * is_static)
@@ -195,21 +195,29 @@ def test_padded_queries_have_no_second_derivative_if_the_loss_has_a_mask(form):
         assert all(np.isfinite(x).all() for x in found)
 
 
-@parametrize("of", [0], exhaustive=[*range(1, 3)])
-def test_padded_queries_have_no_reverse_over_reverse_derivative_if_the_loss_has_a_mask(of, form):
-    real, mask = (INDEX < 4)[:, None, None], np.ones((6, 6), bool)
+@jax.jit
+def reverse_over_reverse(args, directions, mask, is_real):
+    """For directions of the gradients by queries, keys, values, a bias and maybe sinks; the loss may mask queries."""
 
     def loss(*args):
-        return jnp.sum(jnp.where(real, attention(*args, mask, is_causal=True), 0) ** 2)
+        out = attention(*args[:4], mask, sinks=args[4] if len(args) > 4 else None)
+        return jnp.sum(jnp.sin(jnp.where(is_real, out, 0)))
 
-    @jax.jit
-    def derivatives(*args):
-        return jax.grad(lambda *args: jnp.sum(jax.grad(loss, of)(*args) ** 2), range(4))(*args)
+    return jax.vjp(jax.grad(loss, range(len(args))), *args)[1](directions)
 
-    clean = derivatives(*CLEAN.values())
+
+def test_padded_queries_have_no_reverse_over_reverse_derivative_if_the_loss_has_a_mask(form):
+    mask, real = causal(6, 6), (INDEX < 4)[:, None, None]
+
+    def with_padding(arrays, x, names=NAMES):
+        is_real = {name: real[..., 0] if name == "bias" else real for name in names}
+        return arrays | {name: np.where(r, arrays[name], np.float32(x)) for name, r in is_real.items()}
+
+    directions = tuple(with_padding(DIRECTIONS, 0).values())  # of gradients that are 0 there
+    clean = reverse_over_reverse(tuple(CLEAN.values()), directions, mask, real)
     for names in (NAMES[:1], NAMES[1:3], NAMES):
-        bad = {n: np.where(INDEX[:, None] < 4 if n == "bias" else real, CLEAN[n], np.float32(np.nan)) for n in names}
-        found = derivatives(*(CLEAN | bad).values())
+        bad = with_padding(CLEAN, np.nan, names)
+        found = reverse_over_reverse(tuple(bad.values()), directions, mask, real)
         assert all(np.isfinite(x).all() for x in found)
         assert_close([x[:, :4] for x in found[:3]], [x[:, :4] for x in clean[:3]])
 
@@ -218,22 +226,20 @@ def test_the_cotangent_of_a_masked_gradient_is_in_no_second_derivative(form):
     """A query, a key and its value, and elements of a bias are masked; an unmasked one shows."""
     mask = np.broadcast_to(INDEX != 2, (6, 6)) & (INDEX != 4)[:, None] & ~np.eye(6, dtype=bool)
     hidden = [(~mask.any(axis))[:, None, None] for axis in (1, 0, 0)] + [~mask]
-    args = *CLEAN.values(), np.float32([0.5])
+    sinks = [np.float32([0.5])] * (form == "blocks of keys")  # which count outside of the forms: one tells of all
 
-    @jax.jit
-    def reverse_over_reverse(directions):
-        loss = lambda *args: jnp.sum(jnp.sin(attention(*args[:4], mask, sinks=args[4])))  # noqa: E731
-        return jax.vjp(jax.grad(loss, range(5)), *args)[1]((*directions, args[4]))
+    def results(directions):
+        return reverse_over_reverse((*CLEAN.values(), *sinks), (*directions, *sinks), mask, EVERY)
 
     directions = list(DIRECTIONS.values())
-    clean = reverse_over_reverse(directions)
+    clean = results(directions)
     for garbage in (np.nan, np.inf, -np.inf, 3e38):
         dirty = [np.where(h, np.float32(garbage), d) for h, d in zip(hidden, directions, strict=True)]
-        assert_same_bits(reverse_over_reverse(dirty), clean)
+        assert_same_bits(results(dirty), clean)
     for n in range(4):
         seen = np.argwhere(~np.broadcast_to(hidden[n], directions[n].shape))[0]
         bad = [*directions[:n], replaced(directions[n], tuple(seen), np.nan), *directions[n + 1 :]]
-        assert any(np.isnan(x).any() for x in reverse_over_reverse(bad))
+        assert any(np.isnan(x).any() for x in results(bad))
 
 
 # Shapes.
@@ -252,7 +258,7 @@ def test_empty_arrays(T, S, N):
         assert (gradient == 0).all()
 
 
-@parametrize("mask_batch", [(1, 2)], exhaustive=[(3, 2), (3, 1), (1, 1), (2,), ()], ids=str)
+@parametrize("mask_batch", [(1, 2)], exhaustive=[(3, 1), (2,), ()], ids=str)
 def test_extra_batch_dimensions(mask_batch):
     inputs = random_inputs(6)
     mask = np.random.default_rng(1).random((*mask_batch, 1, 6, 7)) < 0.5
@@ -265,10 +271,7 @@ def test_extra_batch_dimensions(mask_batch):
     assert_close(actual, (apart(expected), (*of_inputs, d_bias.sum((0, 2, 3), keepdims=True)[0])))
 
 
-SHAPES = [(2, 1, 1, 7), (2, 1, 6, 1), (1, 2, 6, 7), (6, 7), (7,)]
-
-
-@parametrize("shape", SHAPES[:1], exhaustive=SHAPES, ids=str)
+@parametrize("shape", [(2, 1, 1, 7)], exhaustive=[(2, 1, 6, 1), (1, 2, 6, 7), (6, 7), (7,)], ids=str)
 def test_masks_and_biases_broadcast(shape):
     inputs, scale, bias = random_inputs(), np.float32(0.3), normals(*shape, seed=3)
     mask = np.random.default_rng(2).random(shape) < 0.5

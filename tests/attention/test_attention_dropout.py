@@ -41,7 +41,16 @@ MASKS = {
 }
 
 
-@parametrize("name", ["lengths"], exhaustive=MASKS)
+@parametrize(
+    ("name", "form"),
+    [("lengths", "blocks of keys")],
+    exhaustive=[
+        *((name, "blocks of keys") for name in MASKS if name != "lengths"),
+        *(("lengths", form) for form in ("many blocks", "one block", "weights kept")),
+        *((("causal", "many blocks"), ("nothing", "rows"), ("causal", "rows"))),
+    ],
+    indirect=["form"],
+)
 def test_every_form_draws_alike(name, kept, form):
     """Values and gradients are those of one draw, also where JAX refuses to promote dtypes and ranks by itself."""
     arguments, live = MASKS[name]
@@ -56,19 +65,22 @@ def test_every_form_draws_alike(name, kept, form):
 
 
 @pytest.mark.exhaustive
-def test_plain_form_draws_alike(form):
+@pytest.mark.parametrize("form", ["rows", "many blocks", "weights kept"], indirect=True)
+def test_plain_form_draws_alike(kept, form):
     """Forward mode and second derivatives are those of the plain form."""
     inputs, d_out = random_inputs(S=8), normals(2, 6, 2, 4, seed=6)
-    fn = functools.partial(attention, dropout_rate=RATE, dropout_key=KEY, key_value_seq_lengths=np.array([8, 5]))
+    arguments, live = MASKS["lengths"]
+    fn = functools.partial(attention, dropout_rate=RATE, dropout_key=KEY, **arguments)
     loss = lambda *args: jnp.sum(fn(*args) * d_out)  # noqa: E731
     along = normals(*inputs[2].shape, seed=5)
-    d_value = jax.jit(jax.grad(loss, 2))(*inputs)
+    factors = np.moveaxis(np.where(kept, 1 / (1 - RATE), 0), 2, 1)
     with masksafe.forward_mode():
         _, tangent = jax.jit(lambda *args: jax.jvp(lambda v: loss(*args[:2], v), (args[2],), (along,)))(*inputs)
+    d_value = exact(*inputs, live, factors=factors, d_out=d_out)[1]["value"]
     np.testing.assert_allclose(tangent, np.sum(d_value * along), rtol=1e-4)
     # The second derivative by values is 0, and that by values and queries belongs to the first one by queries.
     mixed = jax.jit(jax.grad(lambda q, k, v: jnp.sum(jax.grad(loss, 2)(q, k, v) * along)))(*inputs)
-    assert_close(mixed, jax.jit(jax.grad(loss))(*inputs[:2], along), 1e-4)
+    assert_close(mixed, exact(*inputs[:2], along, live, factors=factors, d_out=d_out)[1]["query"], 1e-4)
 
 
 def test_a_raw_key_draws_as_a_typed_one(kept):

@@ -62,17 +62,26 @@ OF_SPLASH = {
     "lengths": dict(query_seq_lengths=np.array([100, 128]), key_value_seq_lengths=np.array([50, 0])),
     "segments": dict(query_segment_ids=IDS, key_value_segment_ids=IDS),
 }
+# All that a form takes in few calls, where another form has each case for itself.
+FEW = {
+    "nothing": {},
+    "masks": CASES["causal, segments, lengths"] | CASES["pairs"] | CASES["bias of queries"],
+    "offset, window": CASES["offset, window"],
+    "functions": CASES["positions, window"] | CASES["mod of samples and heads"] | CASES["score_mod"],
+    "options": CASES["scale"] | CASES["soft cap"] | CASES["sinks"] | CASES["dropout"] | CASES["logsumexp"],
+}
+FEW_OF_A_USER = {name: FEW[name] for name in ("nothing", "masks", "offset, window")}
 WITH_SECOND = "causal, segments, lengths", "bias of keys", "score_mod", "sinks", "scale"
 # What computes it: how it is asked for, what it is asked, and the choices that lead there.
 EXECUTORS = {
     "kernel of a user": (of_user, OF_A_USER, lambda choose: None),
-    "kernel of a user, with a mask": (of_user_with_a_mask, OF_A_USER, lambda choose: None),
-    "weights kept": (None, CASES, lambda choose: choose(form="cpu")),
-    "kernels of a CPU": (None, CASES, lambda choose: choose(form="cpu", has_kernel_library=True, attention=SIZES)),
+    "kernel of a user, with a mask": (of_user_with_a_mask, FEW_OF_A_USER, lambda choose: None),
+    "weights kept": (None, FEW, lambda choose: choose(form="cpu")),
+    "kernels of a CPU": (None, FEW, lambda choose: choose(form="cpu", has_kernel_library=True, attention=SIZES)),
     "blocks": ("xla", CASES, cases.shrink_blocks),
-    "blocks of keys": ("xla", CASES, cases.decode_always),
-    "rows": ("xla", CASES, cases.by_rows),
-    "cudnn": (None, CASES, lambda choose: None),  # the stand-in chooses
+    "blocks of keys": ("xla", FEW, cases.decode_always),
+    "rows": ("xla", FEW, cases.by_rows),
+    "cudnn": (None, FEW, lambda choose: None),  # the stand-in chooses
     "splash": ("splash", OF_SPLASH, lambda choose: choose(form="tpu")),
 }
 

@@ -15,7 +15,6 @@ from masksafe.attention._formula import Formula
 
 pytestmark = pytest.mark.optimised
 
-IN_KERNELS = [name for name in CASES if "offsets" not in name]  # which are known for all samples, or not at all
 GARBAGE = [np.nan, np.inf, -np.inf, 1e38]
 
 
@@ -37,7 +36,14 @@ def values(arguments, **others):
 
 
 @pytest.mark.usefixtures("in_kernels")
-@parametrize("name", ["bias of -inf"], exhaustive=IN_KERNELS)
+@parametrize(
+    "name",
+    ["bias of -inf"],
+    exhaustive=[
+        *("causal", "causal, dead rows", "window, behind the keys for the last queries", "key lengths", "pairs"),
+        "causal, segments, lengths",
+    ],
+)
 def test_values_and_garbage(name):
     arguments, live = CASES[name]
     inputs, bias = random_inputs(), arguments.get("bias", 0.0)
@@ -62,7 +68,11 @@ def test_values_and_garbage(name):
 
 
 @pytest.mark.usefixtures("in_kernels")
-@parametrize("name", ["causal, dead rows"], exhaustive=IN_KERNELS)
+@parametrize(
+    "name",
+    ["causal, dead rows"],
+    exhaustive=["bias of -inf", "window, behind the keys for the last queries", "pairs", "causal, segments, lengths"],
+)
 def test_gradients_and_garbage(name):
     """Of problems of one block, whose reverse pass wants no more of the forward pass."""
     arguments, live = CASES[name]

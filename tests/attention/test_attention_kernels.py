@@ -91,7 +91,22 @@ def kernel(request):
         yield KERNELS[request.param]
 
 
-@parametrize("name", ["causal, lengths"], exhaustive=CASES)
+# Of positions and functions of a pair each kernel gets an array over pairs, and `textbook` of all masks.
+OF_CUDNN = [n for n in CASES if not n.startswith(("positions", "mod"))]
+OF_CUDNN += ["positions and lengths", "mod of samples and heads", "mod of nothing"]
+OF_JAX = "plain", "causal, dead rows", "window", "causal window", "query lengths", "causal, lengths", "bias of -inf"
+
+
+@parametrize(
+    ("name", "kernel"),
+    [("causal, lengths", "cudnn")],
+    exhaustive=[
+        *((n, "cudnn") for n in OF_CUDNN if n != "causal, lengths"),
+        *((n, "textbook") for n in ("plain", "pairs", "bias of -inf", "mod of nothing")),
+        *((n, "jax.nn") for n in OF_JAX),
+    ],
+    indirect=["kernel"],
+)
 def test_value_and_gradients(name, kernel):
     arguments, live = CASES[name]
     if name == "bias of -inf":
@@ -115,7 +130,6 @@ def test_value_and_gradients(name, kernel):
 SHAPES = (), (S,), (2, 2, T, 1), (1, 2, 1, S)
 FORMS = {
     "textbook": (textbook, lambda choose: None),
-    "jax.nn": (KERNELS["jax.nn"].implementation, lambda choose: None),
     "kernels of a CPU": ("xla", lambda choose: choose(has_kernel_library=True, attention=ONE_BLOCK)),
     "blocks": ("xla", cases.shrink_blocks),
     "blocks of keys": ("xla", cases.decode_always),
@@ -124,8 +138,13 @@ FORMS = {
 ONE_BLOCK = dict(fewest_rows_of_kernels=1, fewest_rows_of_one_kernel=1)
 
 
-@parametrize("name", ["textbook"], exhaustive=FORMS)
-def test_a_bias_broadcasts(name, choose):
+@parametrize(
+    ("name", "shapes"),
+    [("textbook", SHAPES)],
+    exhaustive=[(form, SHAPES[2:]) for form in ("kernels of a CPU", "blocks", "blocks of keys", "rows")],
+    ids=str,
+)
+def test_a_bias_broadcasts(name, shapes, choose):
     """In values and gradients; where a query gets a NaN as cotangent, the bias of all pairs that it sees is NaN."""
     implementation, adjust = FORMS[name]
     adjust(choose)
@@ -136,7 +155,7 @@ def test_a_bias_broadcasts(name, choose):
     bad, live = replaced(d_out, (0, 3, 0, 1), np.nan), np.broadcast_to(causal(T, S), (2, 2, T, S))
     sees_bad = np.zeros_like(live)
     sees_bad[0, 0, 3, :4] = True
-    for shape in SHAPES:
+    for shape in shapes:
         bias = normals(*shape, seed=5)
         (out, gradients), (_, of_bad) = (run((*inputs, bias), d) for d in (d_out, bad))
         (expected, _), of_all = exact(*inputs, live, bias, d_out=d_out)
@@ -172,7 +191,13 @@ def bias_of(kernel, *shape):
     return normals(*(shape or (1, 2)), T, S, seed=5).astype(kernel.dtype)
 
 
-@parametrize("shape", [(1, 2)], exhaustive=[(2, 2), (2, 1), (1, 1)], ids=str)
+@parametrize(
+    ("shape", "kernel"),
+    [((1, 2), "cudnn")],
+    exhaustive=[((2, 1), "cudnn"), ((1, 1), "cudnn"), ((2, 2), "textbook"), ((1, 2), "jax.nn")],
+    indirect=["kernel"],
+    ids=str,
+)
 def test_a_bias_of_minus_infinity_masks(shape, kernel, both):
     """Whatever the other arrays hold there; the bias has a gradient."""
     live = np.broadcast_to(replaced(causal(T, S, -1), (3, 2), False), (2, 2, T, S))
@@ -261,25 +286,32 @@ def test_the_logsumexp_and_its_gradient():
 
 
 @pytest.mark.exhaustive
-def test_other_derivatives(kernel, choose):
-    choose(attention=dict(most_weights_kept=0))  # or the other form would be a kernel as well
+@pytest.mark.parametrize("kernel", ["cudnn", "textbook"], indirect=True)
+def test_other_derivatives(kernel):
     arguments, live = CASES["causal, dead rows"]
     inputs, along = kernel.inputs(), kernel.inputs(seed=3)
-    of = functools.partial(cases.other_derivatives, arguments)
-    own, xla = (jax.jit(functools.partial(of, implementation)) for implementation in (kernel.implementation, "xla"))
+    own = jax.jit(functools.partial(cases.other_derivatives, kernel.attend(**arguments)))
+    expected = jax.jit(functools.partial(cases.other_derivatives, functools.partial(cases.by_formula, live)))
     clean = own(inputs, along)
-    kernel.assert_close(clean, xla(inputs, along), 5)
+    wide = [tuple(np.float32(x) for x in arrays) for arrays in (inputs, along)]
+    kernel.assert_close(clean, expected(*wide), 5)
     assert_same_bits(own(poisoned(inputs, live, np.nan), along), clean)
     assert_same_bits(own(inputs, poisoned(along, live, np.nan)), clean)
 
 
-IN_AXES = (None, 2, 1), (1, 0, 0), (0, None, None), (4, 4, 4)
-
-
-MAPPED = [*zip(("key lengths", "pairs") * 2, IN_AXES, strict=True)]
-
-
-@parametrize(("name", "in_axes"), MAPPED[:1], exhaustive=MAPPED, ids=str)
+@parametrize(
+    ("name", "in_axes", "kernel"),
+    [("key lengths", (None, 2, 1), "cudnn")],
+    exhaustive=[
+        ("pairs", (1, 0, 0), "cudnn"),
+        ("key lengths", (0, None, None), "cudnn"),
+        ("pairs", (4, 4, 4), "cudnn"),
+        ("pairs", (1, 0, 0), "textbook"),
+        ("key lengths", (0, None, None), "jax.nn"),
+    ],
+    indirect=["kernel"],
+    ids=str,
+)
 def test_vmap(name, in_axes, kernel):
     """Over a mask, or lengths, and some of the inputs: cuDNN takes one batch, in front."""
     (given, live), inputs, d_out = CASES[name], kernel.inputs(), kernel.d_out(2)
@@ -302,11 +334,10 @@ def test_vmap(name, in_axes, kernel):
 
 
 @parametrize("kind", [AxisType.Explicit], exhaustive=[AxisType.Auto], ids=str)
-@parametrize("name", ["textbook"], exhaustive=["jax.nn"])
-def test_on_a_mesh(name, kind):
+def test_on_a_mesh(kind):
     """On explicit axes each device calls the kernel for its own samples and heads, on automatic ones all call it."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
-    kernel, inputs, d_out = KERNELS[name], random_inputs(B=4, S=S, N=4, K=2), normals(4, T, 4, 4, seed=6)
+    kernel, inputs, d_out = KERNELS["textbook"], random_inputs(B=4, S=S, N=4, K=2), normals(4, T, 4, 4, seed=6)
     mask, sizes = np.tile(CASES["pairs"][1], (2, 2, 1, 1)), []
 
     @functools.wraps(kernel.implementation)

@@ -52,11 +52,7 @@ CASES = {
     ),
     "plain": ({}, True),
     "causal": (dict(is_causal=True), causal(T, S)),
-    "window": (dict(local_window_size=(20, 150)), cases.window(T, S, 20, 150)),
-    "causal window": (dict(is_causal=True, local_window_size=30), cases.window(T, S, 30, 0)),
-    "offset": (dict(is_causal=True, causal_offset=S - T), causal(T, S, S - T)),
     "queries before all keys": (dict(is_causal=True, causal_offset=-100), causal(T, S, -100)),
-    "lengths": (LENGTHS, IN_LENGTHS),
     "key lengths": (dict(key_value_seq_lengths=np.array([0, 300])), below([0, 300], S)[:, None, None]),
     "segments": (SEGMENTS, SAME_SEGMENT),
 }
@@ -95,8 +91,14 @@ def cotangents_of(live, dtype=np.float32):
     return np.where(is_empty[..., None], np.nan, D_OUT).astype(dtype), np.where(is_empty, np.inf, D_LSE)
 
 
-@parametrize("dtype", [np.float32], exhaustive=[jnp.bfloat16])
-@parametrize("name", ["all"], exhaustive=CASES)
+@parametrize(
+    ("name", "dtype"),
+    [("all", np.float32)],
+    exhaustive=[
+        ("all", jnp.bfloat16),
+        *((n, np.float32) for n in ("plain", "causal", "queries before all keys", "key lengths", "segments")),
+    ],
+)
 def test_values_and_gradients(name, dtype):
     """Empty queries are 0 and have logsumexp -inf, gradients of what is masked are 0, and garbage changes no bit."""
     inputs, live = inputs_of(dtype), CASES[name][1]
@@ -113,15 +115,21 @@ def test_values_and_gradients(name, dtype):
 
 FORMS = {
     "sizes that are no multiples": (dict(is_causal=True), dict(T=200, S=333), causal(200, 333), {}),
-    "soft cap": (dict(logit_soft_cap=1.5, is_causal=True), {}, causal(T, S), dict(soft_cap=1.5)),
-    "scale": (dict(scale=0.7), {}, True, dict(scale=0.7)),
     "two key heads": (dict(is_causal=True), dict(N=4, K=2), causal(T, S), {}),
-    "as many key heads": (dict(is_causal=True), dict(K=2), causal(T, S), {}),
-    "another width of values": ({}, dict(width=24), True, {}),
+    "scale, soft cap, as many key heads, another width of values": (
+        dict(scale=0.7, logit_soft_cap=1.5, local_window_size=(20, 150)),
+        dict(K=2, width=24),
+        cases.window(T, S, 20, 150),
+        dict(scale=0.7, soft_cap=1.5),
+    ),
 }
 
 
-@parametrize("name", ["sizes that are no multiples"], exhaustive=FORMS)
+@parametrize(
+    "name",
+    ["sizes that are no multiples"],
+    exhaustive=["two key heads", "scale, soft cap, as many key heads, another width of values"],
+)
 def test_forms(name):
     arguments, sizes, live, options = FORMS[name]
     inputs = inputs_of(**sizes)
@@ -147,8 +155,7 @@ def test_values_alone(name):
 
 
 @pytest.mark.exhaustive
-@parametrize("name", ["causal"], exhaustive=["all"])
-def test_in_memory_of_nan(name, monkeypatch):
+def test_in_memory_of_nan(monkeypatch):
     """Uninitialised memory is NaN, and reads out of bounds and races are errors.
 
     This interpreter has no place within an op, and takes a kernel for one sample.
@@ -163,14 +170,13 @@ def test_in_memory_of_nan(name, monkeypatch):
 
     monkeypatch.setattr(jax, "vmap", one_by_one)
     names = "query_lengths", "key_lengths", "query_segments", "key_segments"
-    of_all = dict(zip(names, map(jnp.asarray, (*LENGTHS.values(), *IDS)), strict=True))
-    reach, pairs = {"causal": ((None, 0), Pairs()), "all": ((50, 100), Pairs(**of_all))}[name]
-    plan = Plan(0.25, None, 0.0, reach, platforms.choices().attention)
+    pairs = Pairs(**dict(zip(names, map(jnp.asarray, (*LENGTHS.values(), *IDS)), strict=True)))
+    plan = Plan(0.25, None, 0.0, (50, 100), platforms.choices().attention)
     config = _splash.Config(plan, None, pltpu.InterpretParams(detect_races=True))
     x = Operands(*map(jnp.asarray, inputs_of()))
     results = jax.jit(functools.partial(_splash._run, config, True))(x, pairs)
-    dx = jax.jit(functools.partial(_splash._pull_back, config))(x, pairs, results, cotangents_of(CASES[name][1]))
-    assert_close((results, dx[:3]), clean_results(name))
+    dx = jax.jit(functools.partial(_splash._pull_back, config))(x, pairs, results, cotangents_of(CASES["all"][1]))
+    assert_close((results, dx[:3]), clean_results("all"))
 
 
 # Nothing is hidden.
@@ -233,14 +239,12 @@ def test_huge_finite_numbers():
 
 
 @pytest.mark.exhaustive
-@parametrize("name", ["causal"], exhaustive=["all"])
-def test_other_derivatives(name):
-    arguments, live = CASES[name]
-    inputs, along = inputs_of(), inputs_of(seed=3)
-    of = functools.partial(cases.other_derivatives, arguments)
-    by_splash, by_xla = (jax.jit(functools.partial(of, implementation)) for implementation in ("splash", "xla"))
+def test_other_derivatives():
+    (arguments, live), inputs, along = CASES["all"], inputs_of(), inputs_of(seed=3)
+    by_splash = jax.jit(functools.partial(cases.other_derivatives, functools.partial(splash, **arguments)))
+    expected = jax.jit(functools.partial(cases.other_derivatives, functools.partial(cases.by_formula, live)))
     clean = by_splash(inputs, along)
-    assert_close(clean, by_xla(inputs, along), 1e-4)
+    assert_close(clean, expected(inputs, along), 1e-4)
     assert_same_bits(by_splash(poisoned(inputs, live, np.nan), along), clean)
     assert_same_bits(by_splash(inputs, poisoned(along, live, np.nan)), clean)
 

@@ -244,8 +244,15 @@ def step_of_scan(total, row):
     return total + mean_loss(*row), None
 
 
-@parametrize("mode", ["raise"], exhaustive=["off", "checkify"])
-@parametrize("way", ["eager"], exhaustive=REPEATED)
+@parametrize(
+    ("way", "mode"),
+    [("eager", "raise")],
+    exhaustive=[
+        *((way, "raise") for way in REPEATED if way != "eager"),
+        *((way, "checkify") for way in ("jit of value_and_grad", "vmap of grad of remat")),
+        ("vmap of vmap", "off"),
+    ],
+)
 def test_repeated_calls_compile_nothing(way, mode, compilations):
     # An eager checkify compiles at each call in jax 0.10, also without masksafe.
     fn = jax.jit(checkify.checkify(REPEATED[way])) if mode == "checkify" else REPEATED[way]
@@ -314,8 +321,11 @@ def test_label_over_several_axes_at_a_masked_class(axis):
     assert f"1 of 4 labels are at a masked class; first at (2,): {label}" in report(where)
 
 
-@parametrize("dtype", ["float32"], exhaustive=["bfloat16", "float16"])
-@parametrize("loss", [soft_loss], exhaustive=[masksafe.losses.safe_softmax_cross_entropy])
+@parametrize(
+    ("loss", "dtype"),
+    [(soft_loss, "float32")],
+    exhaustive=[(soft_loss, "float16"), (masksafe.losses.safe_softmax_cross_entropy, "bfloat16")],
+)
 def test_distributions(loss, dtype):
     soft, report = PROBABILITIES.astype(jnp.dtype(dtype)), checked("raise", loss)
     for labels in (soft, changed(soft, (2, 0))):
@@ -343,8 +353,14 @@ UNUSUAL = {
 }
 
 
-@parametrize("mode", ["raise"], exhaustive=["checkify"])
-@parametrize("name", ["masked rows"], exhaustive=UNUSUAL)
+@parametrize(
+    ("name", "mode"),
+    [("masked rows", "raise")],
+    exhaustive=[
+        *((name, "raise") for name in UNUSUAL if name != "masked rows"),
+        *((name, "checkify") for name in ("masked rows", "no rows", "no classes")),
+    ],
+)
 def test_unusual_labels(name, mode):
     loss, *args = UNUSUAL[name]
     text = checked(mode, loss, checkify.float_checks | checkify.user_checks)(*args)
@@ -386,8 +402,11 @@ FINDINGS = {
 }
 
 
-@parametrize("mode", ["raise"], exhaustive=["checkify"])
-@parametrize("finding", ["predictions"], exhaustive=FINDINGS)
+@parametrize(
+    ("finding", "mode"),
+    [("predictions", "raise")],
+    exhaustive=[("labels", "raise"), ("distributions", "raise"), ("labels", "checkify")],
+)
 def test_sharded_labels_and_probabilities_are_checked(mode, finding):
     loss, args, text = FINDINGS[finding]
     mesh = jax.make_mesh((4,), ("rows",))
