@@ -93,6 +93,16 @@ def test_every_op_takes_a_mask_that_is_split_otherwise(key):
             assert_no_dtype_grew(key, *results)
 
 
+# An op of each family that has no kind of its own, and is not below.
+OF_OTHER_FAMILIES = "dice_loss", "group_norm", "MaskedMean", "load_balancing_loss", "ragged_dot", "merge_attention"
+
+
+@pytest.mark.exhaustive
+@each_op(lambda op: op.stands_for or (op.name in OF_OTHER_FAMILIES and op is OPS[op.name]))
+def test_every_derivative_takes_a_mask_that_is_split(key):
+    trace(key, masks_of(key)[-1], mask="devices")
+
+
 def test_ops_whose_derivatives_have_a_mask_or_a_loop_of_their_own():
     for key in ("segment_logsumexp", "segment_var", "segment_standardize", "router_z_loss", "triplet_margin_loss"):
         trace(key, masks_of(key)[1], mask="devices")
