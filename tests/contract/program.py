@@ -178,17 +178,27 @@ def split_rows(key: str, mesh: Mesh) -> tuple[Any, Any, Any]:
 
 
 @functools.cache
-def text_of(key: str, plan: str) -> str:
-    op = OPS[key]
-    with platforms.chosen(**PLANS[plan]):
-        step = jax.jit(functools.partial(value_and_gradients, key))
-        return step.lower(op.where, op.args, cotangents_of(key)).as_text()
+def distinct_programs(key: str) -> dict[str, Any]:
+    """By the plan, lowered, but for plans that make no other program than one before them; "blocks" is the first."""
+    op, programs = OPS[key], {}
+    for plan in PLANS:
+        with platforms.chosen(**PLANS[plan]):
+            step = jax.jit(functools.partial(value_and_gradients, key))
+            program = step.lower(op.where, op.args, cotangents_of(key))
+        programs.setdefault(program.as_text(), (plan, program))
+    return dict(programs.values())
 
 
-def distinct_plans(key: str) -> list[str]:
-    """The plans but for those that make no other program of an op than one before them; "blocks" is the first."""
-    texts = {text_of(key, plan): plan for plan in reversed(PLANS)}
-    return [plan for plan in PLANS if plan in texts.values()]
+@functools.cache
+def unmasked(key: str) -> Any:
+    """Jitted: the value and the gradients without a mask, of the arguments and the cotangents."""
+
+    def results(args: Any, cotangents: Any) -> Any:
+        with platforms.chosen(**PLANS["blocks"]):
+            where = None if OPS[key].may_be_unmasked else np.ones_like(OPS[key].where)
+            return value_and_gradients(key, where, args, cotangents)
+
+    return jax.jit(results)
 
 
 def direction(i: int, x: np.ndarray) -> np.ndarray:

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from program import (
     PLANS,
+    assert_close,
     direction,
-    distinct_plans,
+    distinct_programs,
     each_kind,
     each_op,
     filled,
     program_of,
     reverse_over_reverse_of,
+    run,
     value_and_gradients,
 )
 from table import OPS
@@ -42,11 +44,15 @@ def beside_64_bits(key, args, dtype="bfloat16", **options):
     return op.where, args, tuple(np.sin(np.arange(o.size) + 1).reshape(o.shape).astype(o.dtype) for o in outputs)
 
 
-@each_op()
+@each_op(lambda op: op.by_default)  # test_shard_map.py has all
 def test_no_dtype_grows_beside_64_bits(key):
     with strict_flags(), platforms.chosen(**PLANS["blocks"]):
         given = beside_64_bits(key, OPS[key].args)
-        outputs, gradients = jax.eval_shape(functools.partial(value_and_gradients, key), *given)
+        assert_no_dtype_grew(key, *jax.eval_shape(functools.partial(value_and_gradients, key), *given))
+
+
+def assert_no_dtype_grew(key, outputs, gradients):
+    """Of a call with bfloat16."""
     assert {g.dtype for g in gradients} == {jnp.dtype("bfloat16")}
     dtypes = {out.dtype for out in outputs}
     assert key.startswith(OF_DEFAULT_FLOAT) or dtypes <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}
@@ -59,7 +65,7 @@ def test_every_derivative_is_traced_beside_64_bits(key):
         given = where, args, cotangents, tuple(direction(i, args[i]) for i in OPS[key].floats)
         return program_of(key)(*given), reverse_over_reverse_of(key)(*given)
 
-    with strict_flags(), platforms.chosen(**PLANS[distinct_plans(key)[-1]]):
+    with strict_flags(), platforms.chosen(**PLANS[[*distinct_programs(key)][-1]]):
         jax.eval_shape(every_derivative, *beside_64_bits(key, OPS[key].args, "float32"))
 
 
@@ -109,13 +115,11 @@ ALARM = {key for key, op in OPS.items() if op.name in ("group_norm", "merge_atte
 def test_eager_code(key):
     """As a compiled program. JAX searches the outputs of each of its own: what is kept for a reverse pass, too."""
     op, numbers = OPS[key], NUMBERS.get(key, {})
-    of = functools.partial(value_and_gradients, key, **numbers)
+    of, dtype = functools.partial(value_and_gradients, key, **numbers), "bfloat16" if numbers else "float32"
+    expected = run(key)[:2]  # with the program that other tests compile
     with strict_flags(), jax.debug_nans(key not in ALARM):
-        given = beside_64_bits(key, filled(key, op.where, np.nan, only=0), **numbers)
-        actual, expected = of(*given), jax.jit(of)(*given)
-    jax.tree.map(assert_alike, actual, expected)
-
-
-def assert_alike(actual, expected):
-    assert actual.dtype == expected.dtype
-    np.testing.assert_allclose(np.float64(actual), np.float64(expected), rtol=1e-5, atol=1e-6)
+        given = beside_64_bits(key, filled(key, op.where, np.nan, only=0), dtype, **numbers)
+        actual, expected = of(*given), jax.jit(of)(*given) if numbers else expected
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == e.dtype or key.startswith(OF_DEFAULT_FLOAT)
+    assert_close(*jax.tree.map(np.float64, (actual, expected)))

@@ -1,26 +1,35 @@
 """Random calls of every op: what is masked is gone, whatever it holds, and what is left gives no NaN.
 
-Each op is called in a few random configurations (shapes, axes, dtypes), other ones in every run. Each is compiled once,
-for many masks, values and kinds of garbage: of all ops together there are over 10,000 cases.
+Each op is called in a random configuration (shapes, axes, a dtype), another one in every run. It is compiled once, for
+many masks, values and kinds of garbage: of all ops together there are over 6,000 cases.
 """
 
 import os
+import secrets
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import strategies as st
-from program import assert_is_nothing, assert_same_bits, each_kind, each_op, function_of_floats
+from program import (
+    assert_close,
+    assert_is_nothing,
+    assert_same_bits,
+    cotangents_of,
+    each_kind,
+    each_op,
+    function_of_floats,
+    run,
+    value_and_gradients,
+)
 from table import OPS, Op
 
-CONFIGURATIONS = 2  # of each op, each compiled once; the first is always the simplest: seed 0 in float16
 CASES_OF_A_STYLE = 10  # masks, values and garbage, for each configuration
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
-SIZES = [0, 1, 2, 2, 3, 3, 5, 5]  # few of nothing, which takes the whole array with it
+SIZES = [1, 2, 2, 3, 3, 5, 5]
 STYLES = ["empty", "full", "sparse", "half", "dense", "dead rows"]
 GARBAGE = {"f": [np.nan, np.inf, -np.inf, 1e4, -1e4, "extreme"], "i": [-1, -100, 2**31 - 1, -(2**31), "end"]}
 
@@ -36,9 +45,9 @@ class Call(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
 
-def call_of(op: Op, rng: np.random.Generator) -> Call:
+def call_of(op: Op, sizes: list[int], rng: np.random.Generator) -> Call:
     """An op of elements or rows in random shapes, along random axes; what has a shape of its own keeps that."""
-    size = lambda least=0: max(least, int(rng.choice(SIZES)))  # noqa: E731
+    size = lambda least=0: max(least, int(rng.choice(sizes)))  # noqa: E731
     if op.hidden is not None:
         return Call(op, {}, op.where.shape, tuple(a.shape for a in op.args))
     if set(op.kinds) == {"row"} and op.has_axis and op.where.ndim > 1:
@@ -70,14 +79,20 @@ class Case(NamedTuple):
     weights: list[np.ndarray]
 
 
-def case_of(call, dtype, style, rng):
+def cases_of(call, dtype, styles, rng):
+    """A case of each style of masks."""
+    args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values_of_all(call, dtype, rng)]
+    outputs = jax.eval_shape(lambda *given: outputs_of(call, *given), np.ones(call.mask_shape, bool), args)
+    return [case_of(call, outputs, dtype, style, rng) for style in styles]
+
+
+def case_of(call, outputs, dtype, style, rng):
     mask = mask_of(style, call.mask_shape, rng)
     wide = "float64" if dtype == "float64" else "float32"
-    values = [values_of(call, number, dtype, rng) for number in range(len(call.shapes))]
+    values = values_of_all(call, dtype, rng)
     hidden = call.op.hides(mask, call.shapes)
     clean = [np.where(h, np.zeros((), x.dtype), x) for x, h in zip(values, hidden, strict=True)]
     dirty = [polluted(x, h, call.op.classes, rng) for x, h in zip(clean, hidden, strict=True)]
-    outputs = jax.eval_shape(lambda *args: outputs_of(call, *args), mask, clean)
     return Case(mask, clean, dirty, hidden, [rng.normal(size=out.shape).astype(wide) for out in outputs])
 
 
@@ -88,6 +103,10 @@ def mask_of(style, shape, rng):
     if style == "dead rows" and shape:
         mask &= np.expand_dims(rng.random(shape[:-1]) < 0.5, -1)
     return mask
+
+
+def values_of_all(call, dtype, rng):
+    return [values_of(call, number, dtype, rng) for number in range(len(call.shapes))]
 
 
 def values_of(call, number, dtype, rng):
@@ -159,25 +178,24 @@ def assert_gone(call, cases):
 @each_op()
 def test_masked_elements_are_gone_and_nothing_else_is_nan(key):
     # New configurations in every run, but in CI, where a change is not to fail for what it did not touch.
-    same = bool(os.environ.get("CI"))
-    # An example compiles a program: its time says nothing.
-    timeless = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-
-    @hypothesis.settings(max_examples=CONFIGURATIONS, derandomize=same, database=None, print_blob=True, **timeless)
-    @hypothesis.given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(DTYPES))
-    def check(seed, dtype):
-        rng = np.random.default_rng(seed)
-        call = call_of(OPS[key], rng)
+    seed = zlib.crc32(key.encode()) if os.environ.get("CI") else secrets.randbits(32)
+    print("seed", seed)  # which pytest shows of a test that fails
+    op, rng = OPS[key], np.random.default_rng(seed)
+    for sizes in (SIZES, [0, *SIZES])[: 2 if op.stands_for else 1]:
+        call, dtype = call_of(op, sizes, rng), rng.choice(DTYPES)
         with jax.enable_x64(dtype == "float64"):
-            assert_gone(call, [case_of(call, dtype, style, rng) for style in STYLES * CASES_OF_A_STYLE])
-
-    check()
+            assert_gone(call, cases_of(call, dtype, STYLES * CASES_OF_A_STYLE, rng))
 
 
 @each_kind()
 def test_nothing_is_owed_to_a_selection_that_xla_makes_of_a_product(key):
-    """The same operation by operation, in the shapes of the table."""
+    """The same operation by operation, for the arrays of the table."""
     op, rng = OPS[key], np.random.default_rng(0)
-    call = Call(op, {}, op.where.shape, tuple(a.shape for a in op.args))
+    hidden = op.hides(op.where)
+    args = [polluted(a, h, op.classes, rng) for a, h in zip(op.args, hidden, strict=True)]
+    given = jax.tree.map(jnp.asarray, (op.where, args, cotangents_of(key)))
     with jax.disable_jit():
-        assert_gone(call, [case_of(call, "float32", "dead rows", rng)])
+        outputs, gradients = value_and_gradients(key, *given)
+    assert_close((outputs, gradients), run(key)[:2])
+    for gradient, number in zip(gradients, op.floats, strict=True):
+        assert_is_nothing(gradient[hidden[number]])

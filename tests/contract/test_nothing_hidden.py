@@ -68,8 +68,8 @@ def test_a_bad_tangent_shows_in_its_row_and_in_no_other(key):
 @each_kind()
 @parametrize("grad", [False], exhaustive=[True], ids=["value", "gradient"])
 def test_a_report_blames_a_nan_in_front_of_an_op_on_its_line(grad, key):
-    op = OPS[key]
-    for k, number in enumerate(op.floats):
+    op, numbers = OPS[key], [*enumerate(OPS[key].floats)]
+    for k, number in numbers if op.by_default and not grad else [numbers[-1 if grad else 0]]:
         outputs, floats = function_of_floats(op, op.where, op.args)
 
         def fn(x, start):

@@ -10,9 +10,8 @@ from program import (
     PLANS,
     assert_close,
     assert_same_bits,
-    assert_same_second_derivative,
     cotangents_of,
-    distinct_plans,
+    distinct_programs,
     each_kind,
     each_op,
     function_of_floats,
@@ -20,10 +19,10 @@ from program import (
     polluted,
     run,
     split_rows,
+    unmasked,
     value_and_gradients,
 )
 from table import OPS
-from tiers import parametrize
 
 import masksafe
 from masksafe._core import platforms
@@ -41,9 +40,7 @@ def test_the_value_alone(key):
 @each_op(lambda op: op.may_be_unmasked)
 def test_no_mask_is_a_mask_of_nothing(key):
     op = OPS[key]
-    with platforms.chosen(**PLANS["blocks"]):
-        results = jax.jit(functools.partial(value_and_gradients, key, None))(op.args, cotangents_of(key))
-    assert_close(results, run(key, np.ones_like(op.where))[:2])
+    assert_close(unmasked(key)(op.args, cotangents_of(key)), run(key, np.ones_like(op.where))[:2])
 
 
 @each_op(lambda op: op.by_default)
@@ -59,14 +56,13 @@ def test_the_program_of_accelerators(key):
 @pytest.mark.exhaustive
 @each_kind()
 def test_every_form_of_a_program(key):
-    garbage = polluted(key, OPS[key].where)
-    expected = run(key)
-    for plan in distinct_plans(key)[1:]:
-        results = run(key, plan=plan)
-        assert_same_bits(run(key, args=garbage, plan=plan), results)
-        assert_close(results[:2], expected[:2])
-        for actual, other in zip(jax.tree.leaves(results[2:]), jax.tree.leaves(expected[2:]), strict=True):
-            assert_same_second_derivative(actual, other)
+    """Values and gradients: second derivatives are those of the plain form, or of tests of one loss."""
+    op, (_, *others) = OPS[key], distinct_programs(key).values()
+    for other in others:
+        program = other.compile()
+        results = [program(op.where, polluted(key, op.where, x), cotangents_of(key)) for x in (0, np.nan)]
+        assert_same_bits(*jax.device_get(results))
+        assert_close(results[0], run(key)[:2])
 
 
 @each_kind()
@@ -100,22 +96,38 @@ def test_along_another_axis(key):
 
 
 @each_kind(may_be_split)
-@parametrize("kind", [AxisType.Auto], exhaustive=[AxisType.Explicit])
-def test_split_over_devices(kind, key):
-    op, mesh = OPS[key], jax.make_mesh((2,), ("rows",), axis_types=(kind,))
-    with jax.set_mesh(mesh):
-        args = jax.device_put((op.where, polluted(key, op.where), cotangents_of(key)), split_rows(key, mesh))
-        program = jax.jit(functools.partial(value_and_gradients, key)).lower(*args).compile()
-        assert_close(program(*args), run(key)[:2])
+def test_split_over_devices(key):
+    op, program, args = OPS[key], *split(key, AxisType.Auto)
+    program = program.lower().compile()
+    assert_close(program(*args), run(key)[:2])
     if op.has_rows:
         assert "all-gather" not in program.as_text()
 
 
 @pytest.mark.exhaustive
+@each_kind(may_be_split)
+def test_split_explicitly_over_devices(key):
+    """What JAX may refuse, it refuses while it traces; and then it tells how results are split."""
+    op, (program, _) = OPS[key], split(key, AxisType.Explicit)
+    outputs, gradients = program.out_info
+    of_rows = [gradient for i, gradient in zip(op.floats, gradients, strict=True) if op.kinds[i] in ("row", "of row")]
+    for result in (*outputs, *of_rows) if op.has_rows else of_rows:
+        assert result.sharding.spec[0] == "rows"
+
+
+def split(key, kind):
+    """The value and the gradients of an op with rows on two devices, traced, and its arguments."""
+    op, mesh = OPS[key], jax.make_mesh((2,), ("rows",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        args = jax.device_put((op.where, polluted(key, op.where), cotangents_of(key)), split_rows(key, mesh))
+        return jax.jit(functools.partial(value_and_gradients, key)).trace(*args), args
+
+
+@pytest.mark.exhaustive
 @each_kind()
 def test_in_every_other_mode(key):
-    modes = "scan", "checkpoint", "float64", "transposed", "donated"
     op, finite = OPS[key], [np.isfinite(out) for out in run(key).outputs]
+    modes = ["scan", "checkpoint"] + ["float64", "transposed", "donated"] * op.by_default
     fn, floats = function_of_floats(op, op.where, op.args)
 
     def finite_outputs(*floats):

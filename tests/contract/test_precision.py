@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program import PLANS, each_op, of_definition
+from program import PLANS, each_kind, each_op, of_definition
 from table import OPS
-from tiers import parametrize
 
 import masksafe
 from masksafe._core import platforms
@@ -28,8 +27,17 @@ WIDE_OUTPUTS = {"batch_norm": (1, 2), "dot_product_attention": (1,)}
 
 
 @each_op()
-@parametrize("dtype", ["bfloat16"], exhaustive=["float16"])
-def test_16_bits_are_rounded_once(key, dtype):
+def test_bfloat16_is_rounded_once(key):
+    assert_is_rounded_once(key, "bfloat16")
+
+
+@pytest.mark.exhaustive
+@each_kind()
+def test_float16_is_rounded_once(key):
+    assert_is_rounded_once(key, "float16")
+
+
+def assert_is_rounded_once(key, dtype):
     op = OPS[key]
     args, eps = as_dtype(op.args, dtype), float(jnp.finfo(dtype).eps)
     with platforms.chosen(**PLANS["blocks"]):
@@ -40,12 +48,22 @@ def test_16_bits_are_rounded_once(key, dtype):
         np.testing.assert_allclose(np.float64(actual), expected, rtol=ROUNDINGS * eps, atol=1e-6)
 
 
-@each_op()
 @pytest.mark.exhaustive
-def test_float64_stays(key):
+@each_op()
+def test_float64_stays_in_every_step(key):
+    op = OPS[key]
+    with jax.enable_x64(True), platforms.chosen(**PLANS["blocks"]):
+        jaxpr, outputs = jax.make_jaxpr(op.call, return_shape=True)(op.where, *as_dtype(op.args, "float64"))
+    assert {out.dtype.name for out in jax.tree.leaves(outputs)} == {"float64"}
+    # The table has class weights in float32.
+    assert "f32[" not in str(jaxpr) or key.startswith("linear_softmax_cross_entropy, ")
+
+
+@pytest.mark.exhaustive
+@each_kind()
+def test_float64_has_its_digits(key):
     op = OPS[key]
     with jax.enable_x64(True), platforms.chosen(**PLANS["blocks"]):
         outputs = jax.tree.leaves(jax.jit(op.call)(op.where, *as_dtype(op.args, "float64")))
     for actual, expected in zip(outputs, of_definition(key), strict=True):
-        assert actual.dtype == "float64"
         np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-14)
