@@ -99,10 +99,11 @@ def vary_alike(args: tuple[Pytree, ...]) -> tuple[Pytree, ...]:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return args
     zero = varying_zero([x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)])
+    zero = jnp.where(zero == 0, 0.0, 0.0)  # of no dtype of its own, so that a number keeps none
 
     def moved(x: Pytree) -> Pytree:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x + jnp.asarray(zero, x.dtype) if is_float else x
+        return x + zero if is_float else x
 
     return jax.tree.map(moved, args)
 

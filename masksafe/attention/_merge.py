@@ -12,8 +12,9 @@ import numpy as np
 from jax import lax
 
 from masksafe._core.arguments import as_float_array, message
-from masksafe._core.derivatives import rule
+from masksafe._core.derivatives import nan_in_derivatives, product, rule
 from masksafe._core.exponentials import shift_of
+from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Arrays
@@ -145,14 +146,18 @@ def with_sinks(out: Array, lse: Array, sinks: Array) -> Array:
 
 
 def _forward(outs: Outs, lses: Arrays) -> tuple[_Result, _Residuals]:
-    largest, weights, total = _softmax(lses)
+    # In a second derivative a row with a cotangent of 0 takes no part, though it be full of NaN: see `_reverse`.
+    are_bad = [jnp.isnan(lse) | (lse == jnp.inf) for lse in lses]
+    is_bad = functools.reduce(jnp.logical_or, are_bad)
+    largest, weights, total = _softmax(tuple(selected(lse, ~bad) for lse, bad in zip(lses, are_bad, strict=True)))
     weighted = [
-        jnp.where((lse == -jnp.inf)[..., None], 0, part) * weight[..., None]
+        product(jnp.where((lse == -jnp.inf)[..., None], 0, part), jnp.broadcast_to(weight[..., None], part.shape))
         for part, lse, weight in zip(outs, lses, weights, strict=True)
         if part is not None
     ]
     lse = jnp.where(largest == -jnp.inf, -jnp.inf, largest + jnp.log(total))
     out = functools.reduce(jnp.add, weighted)
+    out, lse = nan_in_derivatives((jnp.where(is_bad[..., None], jnp.nan, out), jnp.where(is_bad, jnp.nan, lse)))
     return (out, lse), (outs, lses, out)
 
 

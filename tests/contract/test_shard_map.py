@@ -72,10 +72,6 @@ def masks_of(key):
     return [where, where.any(1, keepdims=True)] if has_rows else [where]
 
 
-# A number that is an argument of these, such as a margin, has the default dtype once it varies over devices.
-OF_NUMBERS = "triplet_margin_loss", "binary_dice_loss", "dice_loss", "multiclass_generalized_dice_loss"
-
-
 @pytest.mark.exhaustive
 @each_op()
 def test_every_op_takes_a_mask_that_is_split_otherwise(key):
@@ -85,7 +81,7 @@ def test_every_op_takes_a_mask_that_is_split_otherwise(key):
     def gradients(where, args, cotangents, _):
         return value_and_gradients(key, where, args, cotangents)
 
-    with strict_flags(), jax.numpy_dtype_promotion("standard" if key in OF_NUMBERS else "strict"):
+    with strict_flags():
         _, args, cotangents = beside_64_bits(key, op.args)
         splits = {"mask": "masks", "integers": "masks", "floats": "data"}
         for where in masks_of(key) if op.stands_for else [op.where]:

@@ -93,5 +93,5 @@ class Packed(NamedTuple):
 
 
 def _rows_at(tree: Tree, index: Array) -> Tree:
-    at_index = lambda x: x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)  # noqa: E731
+    at_index = lambda x: jnp.asarray(x).at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)  # noqa: E731
     return jax.tree.map(at_index, tree)
