@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiers import parametrize
 
 import masksafe
 
@@ -45,7 +44,8 @@ def rows_of(heading):
     return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
 
 
-@parametrize("page", ["README.md"], exhaustive=["docs/getting_started.md"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
 def test_a_prompt_takes_every_block_and_prints_what_it_says(page):
     pytest.importorskip("flax")
     prompt, is_printed = Prompt(), doctest.OutputChecker().check_output

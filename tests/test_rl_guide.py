@@ -10,6 +10,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from tiers import parametrize
 
+pytestmark = pytest.mark.exhaustive
 GUIDE = Path(__file__).parents[1] / "docs/guides/rl_and_preference_tuning.md"
 
 

@@ -856,8 +856,9 @@ OPS = {
         outputs=("element",),
         may_be_unmasked=False,
     ),
+    # Not by default: by default its own tests run.
     "dot_product_attention": _attention_over(
-        np.ones((T, S), bool), of.attention, stands_for="pairs of queries and keys", by_default=True
+        np.ones((T, S), bool), of.attention, stands_for="pairs of queries and keys"
     ),
     "dot_product_attention, options": _attention_over(
         (BEHIND >= 0) & (BEHIND <= 3) & (QUERY_AT + KEY_AT != 9) & IN_LENGTHS & IN_SEGMENTS,

@@ -22,6 +22,7 @@ import segments
 import sweep
 from comparisons import assert_close
 
+pytestmark = pytest.mark.exhaustive
 POWERS = {"masksafe": jnp.square, "optax": lambda x: x * x + 1, "torch": lambda x: x}
 CASES = [
     measure.Case("power", "none", "float32", size, "3", lambda: measure.Work(POWERS, (np.ones(256, np.float32),)))
