@@ -223,8 +223,18 @@ def of_definition(key: str, where: Any = None, args: Any = None) -> tuple[Any, .
         return op.definition(op.where if where is None else where, *wide)
 
 
-def cotangents_of(key: str) -> tuple[np.ndarray, ...]:
-    return tuple(np.sin(np.arange(s.size) + 1).reshape(s.shape).astype(s.dtype) for s in shapes_of(key))
+def cotangents_of(key: str, of_masked: float | None = None) -> tuple[np.ndarray, ...]:
+    """Cotangents of the outputs; maybe with another value where an output has no element left."""
+    cotangents = tuple(np.sin(np.arange(s.size) + 1).reshape(s.shape).astype(s.dtype) for s in shapes_of(key))
+    if of_masked is None:
+        return cotangents
+    where = OPS[key].where
+    left = {"whole": where.any(), "element": where, "row": where.any(tuple(range(1, where.ndim)))}
+    are_left = [
+        np.reshape(left[kind], (*left[kind].shape, *[1] * (cotangent.ndim - left[kind].ndim)))
+        for kind, cotangent in zip(OPS[key].outputs, cotangents, strict=True)
+    ]
+    return tuple(np.where(is_left, c, c.dtype.type(of_masked)) for is_left, c in zip(are_left, cotangents, strict=True))
 
 
 def filled(key: str, where: np.ndarray, garbage: Any, only: int | None = None) -> tuple[np.ndarray, ...]:
