@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparisons import assert_close, in_float64
+from comparisons import assert_close, assert_same_bits, in_float64
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tiers import pairs, parametrize
@@ -358,3 +358,8 @@ def test_variance_about_a_given_mean_keeps_its_digits():
 def test_bad_arguments_are_refused(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+def test_axes_may_be_a_list():
+    for norm in (masksafe.layer_norm, masksafe.rms_norm, masksafe.standardize, masksafe.l2_normalize):
+        assert_same_bits(norm(X, axis=[0, -1]), norm(X, axis=(0, -1)))
