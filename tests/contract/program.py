@@ -230,11 +230,12 @@ def cotangents_of(key: str, of_masked: float | None = None) -> tuple[np.ndarray,
         return cotangents
     where = OPS[key].where
     left = {"whole": where.any(), "element": where, "row": where.any(tuple(range(1, where.ndim)))}
-    are_left = [
-        np.reshape(left[kind], (*left[kind].shape, *[1] * (cotangent.ndim - left[kind].ndim)))
-        for kind, cotangent in zip(OPS[key].outputs, cotangents, strict=True)
-    ]
-    return tuple(np.where(is_left, c, c.dtype.type(of_masked)) for is_left, c in zip(are_left, cotangents, strict=True))
+
+    def replaced(kind: str, cotangent: np.ndarray) -> np.ndarray:
+        is_left = np.reshape(left[kind], (*left[kind].shape, *[1] * (cotangent.ndim - left[kind].ndim)))
+        return np.where(is_left, cotangent, cotangent.dtype.type(of_masked))
+
+    return tuple(replaced(*both) for both in zip(OPS[key].outputs, cotangents, strict=True))
 
 
 def filled(key: str, where: np.ndarray, garbage: Any, only: int | None = None) -> tuple[np.ndarray, ...]:
