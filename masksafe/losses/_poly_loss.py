@@ -83,6 +83,6 @@ def _evaluate(
     logits, labels = _layout.broadcast_widened(logits, shape), _layout.broadcast_widened(labels, shape)
     mask = None if mask is None else jnp.expand_dims(mask, range(more))
     epsilon = epsilon.astype(precision.wide_dtype(jnp.promote_types(logits.dtype, labels.dtype)))
-    epsilon = selected(jnp.broadcast_to(epsilon, rows), _layout.find_unmasked_rows(mask, axes))
+    epsilon = jnp.broadcast_to(epsilon, rows)
     (losses,) = target_loss_of_rows(axes, Labelled(logits, labels, mask), TargetCrossEntropy(epsilon.reshape(*rows, 1)))
     return label_checks.nan_where_bad(losses.astype(dtype), bad_rows)
