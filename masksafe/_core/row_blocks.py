@@ -34,24 +34,23 @@ def map_row_blocks(
       leading: the number of leading axes, which number the rows; the other axes lie within a row. None: all but one.
       has_totals: whether `fn` returns such sums.
     """
-    leading = jax.tree.leaves(args)[0].ndim - 1 if leading is None else leading
-    with_totals: Callable[..., Pytree] = fn if has_totals else lambda *args: (fn(*args), ())
-    results: Pytree = _map(with_totals, leading, args)
-    return results if has_totals else results[0]
-
-
-def _map(fn: _WithTotals, leading: int, args: Pytree) -> tuple[Pytree, Pytree]:
     rows = jax.tree.leaves(args)[0]
+    leading = rows.ndim - 1 if leading is None else leading
     if not sharding.are_whole(args):
-        return _on_each_device(fn, leading, args)
+        return _on_each_device(fn, leading, has_totals, args)
     count, elements = math.prod(rows.shape[:leading]), math.prod(rows.shape[leading:])
     if not sharding.may_loop(args) or count == 1 or rows.size <= platforms.choices().most_elements_in_one_pass:
         return fn(*args)
     size = tiles.divisor_near(count, max(1, platforms.choices().row_block_elements // elements))
-    loop = _Loop(fn, rows.shape[:leading], size)
+    loop = _Loop(_with_totals(fn, has_totals), rows.shape[:leading], size)
     # What a loop carries varies over the devices over which any of its arguments does.
-    in_one_pass = lambda *args: sharding.vary_with(fn(*args), args)  # noqa: E731
-    return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)
+    in_one_pass = lambda *args: sharding.vary_with(loop.fn(*args), args)  # noqa: E731
+    results = platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)
+    return results if has_totals else results[0]
+
+
+def _with_totals(fn: Callable[..., Pytree], has_totals: bool) -> _WithTotals:
+    return fn if has_totals else lambda *args: (fn(*args), ())
 
 
 def sums_over_rows(
@@ -83,7 +82,7 @@ def sums_over_rows(
     return map_row_blocks(sums, arrays, where, *others, leading=leading_axes(axes))
 
 
-def _on_each_device(fn: _WithTotals, leading: int, args: Pytree) -> tuple[Pytree, Pytree]:
+def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, args: Pytree) -> Pytree:
     """Each device's rows in blocks, if a mesh splits no row and each device has many rows; else one pass."""
     rows = jax.tree.leaves(args)[0]
     row_names = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
@@ -93,15 +92,16 @@ def _on_each_device(fn: _WithTotals, leading: int, args: Pytree) -> tuple[Pytree
     split = None if splits_a_row else per_device.split_of(args, names)
     if split is None or rows.size // split.devices(*row_names) <= platforms.choices().most_elements_in_one_pass:
         return fn(*args)
-    axes = split.axes(*row_names)
+    axes, with_totals = split.axes(*row_names), _with_totals(fn, has_totals)
 
     def on_device(*args: Pytree) -> tuple[Pytree, Pytree]:
-        mapped, totals = _map(fn, leading, args)
+        mapped, totals = map_row_blocks(with_totals, *args, leading=leading, has_totals=True)
         return mapped, jax.tree.map(lambda total: lax.psum(total, axes), totals)
 
-    mapped, totals = jax.eval_shape(fn, *args)
+    mapped, totals = jax.eval_shape(with_totals, *args)
     result_names = jax.tree.map(lambda _: row_names, mapped), jax.tree.map(lambda _: PartitionSpec(), totals)
-    return split.map(on_device, args, names, result_names)
+    results = split.map(on_device, args, names, result_names)
+    return results if has_totals else results[0]
 
 
 def leading_axes(axes: Axes) -> int:

@@ -18,7 +18,7 @@ from masksafe.losses._labelled import Labelled, elements_at, read_integer_labels
 from masksafe.losses._layout import broadcast_widened
 from masksafe.losses._rows import _arguments
 from masksafe.losses._rows._cross_entropy import CrossEntropy, TargetCrossEntropy
-from masksafe.losses._rows._dense import LabelConfig, label_outputs, target_loss_of_rows
+from masksafe.losses._rows._dense import RowLoss, outputs_of_rows
 
 
 @public_op
@@ -236,7 +236,7 @@ def softmax_cross_entropy_with_integer_labels(
         number = math.prod(inputs.logits.shape[a] for a in axes)
         class_weights = _arguments.read_per_class(op, "class_weights", class_weights, number, "logits")
     inputs = inputs._replace(class_weights=class_weights if formula.has_mean else None)
-    outputs = label_outputs(LabelConfig(formula, axes, axis_name), inputs, None)
+    outputs = outputs_of_rows(RowLoss(formula, axes, axis_name), inputs, None)
     # JAX indexes no empty array.
     if class_weights is not None and class_weights.size > 0 and "cross_entropy" in factors:
         weighted = _weighted_by_labels(axes, axis_name, outputs[0], inputs, class_weights)
@@ -287,7 +287,7 @@ def soft_cross_entropy(
     labels = broadcast_widened(labels, shape)
     bad_rows = label_checks.check_distributions(op, labels, where, axes)
     inputs = Labelled(broadcast_widened(logits, shape), labels, where)
-    (loss,) = target_loss_of_rows(axes, inputs, TargetCrossEntropy())
+    (loss,) = outputs_of_rows(RowLoss(TargetCrossEntropy(), axes), inputs, None)
     return label_checks.nan_where_bad(loss.astype(dtype), bad_rows)
 
 

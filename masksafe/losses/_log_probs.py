@@ -10,7 +10,7 @@ from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe.losses._labelled import read_integer_labels
 from masksafe.losses._rows._arguments import read_number
 from masksafe.losses._rows._cross_entropy import CrossEntropy, Output
-from masksafe.losses._rows._dense import LabelConfig, label_outputs
+from masksafe.losses._rows._dense import RowLoss, outputs_of_rows
 
 
 @overload
@@ -115,6 +115,6 @@ def log_probs(
     static, array = (1.0, None) if temperature == 1 else arguments.as_static_or_array(temperature, *inputs[:2])
     names: tuple[Output, ...] = ("log_prob", "entropy") if with_entropy else ("log_prob",)
     formula = CrossEntropy(names, temperature=1.0 if static is None else static)
-    log_p, *entropies = label_outputs(LabelConfig(formula, axes), inputs, array)
+    log_p, *entropies = outputs_of_rows(RowLoss(formula, axes), inputs, array)
     log_p = label_checks.nan_where_bad(log_p, bad_rows)
     return (log_p, entropies[0]) if with_entropy else log_p

@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, precision
-from masksafe._core.masks import read_mask, selected
+from masksafe._core.masks import read_mask
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, DType, jitted
 from masksafe.losses import _layout
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._rows._cross_entropy import TargetCrossEntropy
-from masksafe.losses._rows._dense import target_loss_of_rows
+from masksafe.losses._rows._dense import RowLoss, outputs_of_rows
 
 
 @public_op
@@ -84,5 +84,6 @@ def _evaluate(
     mask = None if mask is None else jnp.expand_dims(mask, range(more))
     epsilon = epsilon.astype(precision.wide_dtype(jnp.promote_types(logits.dtype, labels.dtype)))
     epsilon = jnp.broadcast_to(epsilon, rows)
-    (losses,) = target_loss_of_rows(axes, Labelled(logits, labels, mask), TargetCrossEntropy(epsilon.reshape(*rows, 1)))
+    config = RowLoss(TargetCrossEntropy(), axes)
+    (losses,) = outputs_of_rows(config, Labelled(logits, labels, mask), epsilon.reshape(*rows, 1))
     return label_checks.nan_where_bad(losses.astype(dtype), bad_rows)

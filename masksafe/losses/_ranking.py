@@ -18,7 +18,7 @@ from masksafe._reductions import mean
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import broadcast_widened, find_unmasked_rows
 from masksafe.losses._rows._cross_entropy import TargetCrossEntropy
-from masksafe.losses._rows._dense import target_loss_of_rows
+from masksafe.losses._rows._dense import RowLoss, outputs_of_rows
 
 
 @public_op
@@ -83,7 +83,7 @@ def ranking_softmax_loss(
         targets, weighting = weighting_of(targets, mask, jnp.broadcast_to(weights, shape))
         targets = elementwise(weighted)(precision.widened(selected(targets, weighting.where)), weighting.weights)
     inputs = Labelled(broadcast_widened(logits, shape), targets, mask)
-    (losses,) = target_loss_of_rows((len(shape) - 1,), inputs, TargetCrossEntropy())
+    (losses,) = outputs_of_rows(RowLoss(TargetCrossEntropy(), (len(shape) - 1,)), inputs, None)
     unmasked_rows = find_unmasked_rows(mask, (len(shape) - 1,))
     unmasked_rows = None if unmasked_rows is None else jnp.broadcast_to(unmasked_rows, losses.shape)
     losses = losses.astype(dtype)

@@ -4,7 +4,8 @@ import math
 from typing import NamedTuple
 
 from masksafe._core import platforms, sharding
-from masksafe.losses._rows._formula import Formula, FormulaByParts
+from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._divergence import Divergence
 from masksafe.losses._rows._sources import LinearInputs
 
 
@@ -18,13 +19,13 @@ class Sizes(NamedTuple):
 class Options(NamedTuple):
     """The static arguments."""
 
-    formula: Formula
+    formula: CrossEntropy | Divergence
     block_size: int | None  # as the user gives it
     axis_name: sharding.AxisName = None  # the mesh axis over which the classes are split
 
     def sizes(self, inputs: LinearInputs, on_cpu: bool, *, is_masked: bool) -> Sizes:
         """The sizes for these arrays; under a mask blocks are smaller, so that more can be skipped."""
-        layers, by_parts = inputs.layers, isinstance(self.formula, FormulaByParts)
+        layers, by_parts = inputs.layers, isinstance(self.formula, CrossEntropy)
         tokens, classes = max(1, math.prod(inputs.tokens)), layers[0].kernel.shape[1]
         width = max(layer.kernel.shape[0] for layer in layers)
         if by_parts and not on_cpu:

@@ -26,7 +26,8 @@ from masksafe._core.masks import both, selected
 from masksafe._core.tiles import loop
 from masksafe._core.typing import Array, Arrays, DType, Index, Pytree, Tree
 from masksafe.losses._rows._block_sizes import Options, Sizes
-from masksafe.losses._rows._formula import FormulaByParts, LogitPart
+from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._formula import LogitPart
 from masksafe.losses._rows._packing import Packed
 from masksafe.losses._rows._sources import Linear, LinearInputs, matmul
 
@@ -54,7 +55,7 @@ def sums(
     Each logit alone has sums, which one reduction adds up.
     """
     formula, classes = options.formula, inputs.classes(options.axis_name)
-    assert isinstance(formula, FormulaByParts)
+    assert isinstance(formula, CrossEntropy)
     dtype, number = inputs.sum_dtype, inputs.data.size
     packed = Packed.of(number, inputs.unmasked, sizes.token_block)
     features, labels = packed.packed((inputs.layers[0].features, classes.local(inputs.data)))
@@ -93,18 +94,18 @@ def gradients(
     others costs more than it saves.
     """
     formula, classes = options.formula, inputs.classes(options.axis_name)
-    assert isinstance(formula, FormulaByParts)
+    assert isinstance(formula, CrossEntropy)
     (layer,), number, dtype = inputs.layers, inputs.data.size, inputs.sum_dtype
     unmasked = both(inputs.unmasked, needed)
     if needed is not None and inputs.unmasked is None:
         packed = Packed.in_place(needed, sizes.token_block)
     else:
         packed = Packed.of(number, unmasked, sizes.token_block)
-    slopes = formula.slopes(rows, inputs.data, classes.number, d_outputs)
-    features, labels, packed_slopes = packed.packed((layer.features, classes.local(inputs.data), slopes))
+    d_sums = formula.d_sums(rows, inputs.data, classes.number, d_outputs)
+    features, labels, d_sums = packed.packed((layer.features, classes.local(inputs.data), d_sums))
     # 0 at repeated tokens, except for the shift: relative to another shift an exponential may be infinite.
-    valid_slopes = jax.tree.map(lambda x: selected(x, packed.valid), packed_slopes)._replace(shift=packed_slopes.shift)
-    operands = features, labels, valid_slopes
+    valid = jax.tree.map(lambda x: selected(x, packed.valid), d_sums)._replace(largest=d_sums.largest)
+    operands = features, labels, valid
     first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since it is the same for all
     any_unmasked = factor != 0 if unmasked is None else (factor != 0) & unfolded.any_of(unmasked)
 
@@ -112,9 +113,9 @@ def gradients(
         def on_block(i: Index, sums: Linear) -> Linear:
             is_first = sums.kernel is None
             block = packed.block(i)
-            features, labels, rows = first if is_first else block.cut(operands)
+            features, labels, d_rows = first if is_first else block.cut(operands)
             part = tile.part(features, dtype, labels, is_label if is_first else None)
-            d_logits = formula.logit_cotangents(part, rows)
+            d_logits, _ = formula.d_part(part, d_rows)
             d_bias = None if tile.bias is None else _added(sums.bias, jnp.sum(d_logits, 0))
             d_logits = d_logits.astype(layer.kernel.dtype)
             d_features = block.cut(sums.features) + matmul(d_logits, tile.kernel, 1, 1)

@@ -26,7 +26,6 @@ probabilities miss, which PolyLoss adds :math:`\epsilon` times,
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -35,15 +34,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms, sharding, unfolded
-from masksafe._core.exponentials import Exponentials, finite_largest, over
-from masksafe._core.labels import as_classes, class_index, is_class, nan_unless
+from masksafe._core.exponentials import over
+from masksafe._core.labels import as_classes, class_index
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
-from masksafe._core.soft_cap import pulled_back, soft_capped
+from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, divide, loop, take
 from masksafe._core.typing import Array, Arrays, Index, Pytree
 from masksafe.losses._labelled import element_at
-from masksafe.losses._rows._formula import Classes, FormulaByParts, LogitPart, nan_if_bad
+from masksafe.losses._rows._formula import Classes, LogitPart, RowFormula, has_probabilities, nan_if_bad
 
 Join = Callable[..., Array]
 
@@ -71,23 +70,14 @@ class LabelSums(NamedTuple):
     number: Any = None  # V, if the weights do not give it
 
 
-class Slopes(NamedTuple):
-    """What the cotangents of a row's logits have in common `[..., 1]`."""
-
-    shift: Array  # m
-    exp_factor: Array  # the factor of exp(z)
-    spread_factor: Array | None  # the factor of exp(z) z
-    weight_factor: Array | None  # the factor of the weight of the class, subtracted
-    at_label: Array | None  # the terms of exp(z) and of the label itself, at the label
-
-
 @dataclasses.dataclass(frozen=True)
-class CrossEntropy(FormulaByParts):
+class CrossEntropy(RowFormula):
     r"""Outputs of a row with a label, from :math:`x = \kappa \tanh(a / \kappa)`, where :math:`a` are its logits."""
 
     names: tuple[Output, ...]  # those that depend on the label first, predictions last
     soft_cap: float | None = None
     temperature: Any = 1.0  # a number, or an array while a function is traced
+    has_one_derivative: bool = False
 
     @property
     def label_outputs(self) -> int:
@@ -105,6 +95,9 @@ class CrossEntropy(FormulaByParts):
     def at(self, temperature: Array | None) -> "CrossEntropy":
         """The same for another temperature, unless it is None."""
         return self if temperature is None else dataclasses.replace(self, temperature=temperature)
+
+    def for_one_derivative(self) -> "CrossEntropy":
+        return dataclasses.replace(self, has_one_derivative=True)
 
     def x(self, logits: Array, unmasked: Array | None = None) -> Array:
         """The x of some logits: -inf where masked, and where the logit is -inf, as at an excluded class."""
@@ -124,31 +117,22 @@ class CrossEntropy(FormulaByParts):
             none["best"] = jnp.full_like(zero, _NOWHERE, jnp.int32)
         return LabelSums(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero, **none)
 
-    def sums(self, part: LogitPart) -> LabelSums:
-        total = lambda terms: jnp.sum(terms, -1, keepdims=True)  # noqa: E731
-        x = self.x(part.logits, part.unmasked)
-        largest = selected(finite_largest(x), part.unmasked_rows)
-        # Divided after the subtraction, as in `Exponentials`.
-        z = self._over_temperature(x - largest)
-        terms = self._terms(z, part.class_weights, part.unmasked)
-        others = {name: total(selected(term, part.unmasked)) for name, term in terms.items()}
-        if "prediction" in self.names:
-            others["best"] = jnp.full_like(largest, part.first, jnp.int32)  # `_with_best` looks within the part
-        return LabelSums(largest, total(jnp.exp(z)), self._at_label(x, part), **others)
+    def terms(self, part: LogitPart, x: Array, shift: Array) -> LabelSums:
+        z = self._over_temperature(x - shift)  # divided after the subtraction, as in `Exponentials`
+        label = jnp.where(part.is_label, x, 0) if part.label is None else None
+        others = self._terms(z, part.class_weights, part.unmasked)
+        return LabelSums(None, jnp.exp(z), label, **{name: selected(x, part.unmasked) for name, x in others.items()})
 
-    def _at_label(self, x: Array, part: LogitPart) -> Array:
-        if part.label is None:
-            return jnp.sum(jnp.where(part.is_label, x, 0), -1, keepdims=True)
-        return self.x(element_at(part.logits, part.unmasked, part.label))
+    def completed(self, sums: LabelSums, part: LogitPart) -> LabelSums:
+        if part.label is not None:
+            sums = sums._replace(label=self.x(element_at(part.logits, part.unmasked, part.label)))
+        if "prediction" in self.names:  # `_with_best` looks within the part
+            sums = sums._replace(best=jnp.full_like(sums.largest, part.first, jnp.int32))
+        return sums
 
     def sums_of_each(self, part: LogitPart) -> LabelSums:
-        x = self.x(part.logits)
-        most = float(jnp.finfo(x.dtype).max)
-        largest = jnp.clip(x, -most, most)
-        z = self._over_temperature(x - largest)
-        label = jnp.where(part.is_label, x, 0.0)
-        best = _classes_where(x >= largest, part.first) if "prediction" in self.names else None
-        return LabelSums(largest, jnp.exp(z), label, **self._terms(z, part.class_weights), best=best)
+        sums = super().sums_of_each(part)
+        return sums._replace(best=_classes_where(sums.total > 0, part.first)) if "prediction" in self.names else sums
 
     def _terms(self, z: Array, class_weights: Array | None, unmasked: Array | None = None) -> dict[str, Array]:
         """The terms of the other sums, by name."""
@@ -158,7 +142,9 @@ class CrossEntropy(FormulaByParts):
             if "unmasked_mean" in self.names and class_weights is not None:
                 terms["number"] = jnp.ones_like(z)
         if "entropy" in self.names:
-            terms["spread"] = _spread(z)
+            # 0 for a z of -inf.
+            at_most = jnp.maximum(lax.stop_gradient(z) if self.has_one_derivative else z, _FAR)
+            terms["spread"] = jnp.exp(z) * at_most
         return terms
 
     def add(self, a: LabelSums, b: LabelSums) -> LabelSums:
@@ -192,24 +178,25 @@ class CrossEntropy(FormulaByParts):
             moved = moved._replace(spread=factor * (sums.spread + sums.total * jnp.maximum(step, _FAR)))
         return moved
 
-    # The outputs, and the slopes.
-
-    def outputs(self, sums: LabelSums, data: Array, classes: int) -> Arrays:
+    def outputs(self, sums: LabelSums, classes: int) -> Arrays:
         log_total = jnp.log(sums.total)
-        if_valid = functools.partial(nan_unless, is_class(data, classes))
 
         def output(name: Output) -> Array:
             match name:
                 case "cross_entropy" | "log_prob":
                     z = self._over_temperature(sums.label - sums.largest)
-                    return if_valid(log_total - z if name == "cross_entropy" else z - log_total)
+                    return log_total - z if name == "cross_entropy" else z - log_total
                 case "mean" | "unmasked_mean":
                     number = self._number_of_mean(sums, classes)
-                    return if_valid(log_total * (sums.weight / number) - sums.weighted / number)
+                    return log_total * (sums.weight / number) - sums.weighted / number
                 case "square":
                     return jnp.square(self._logsumexp(sums))
                 case "entropy":
-                    return log_total - sums.spread / sums.total
+                    # Along log p it has no derivative, since the probabilities add up to 1. A sum of the derivatives
+                    # of both terms would lose all digits where a logit is 20 above the others.
+                    return (
+                        lax.stop_gradient(log_total) if self.has_one_derivative else log_total
+                    ) - sums.spread / sums.total
                 case "logsumexp":
                     return self._logsumexp(sums)
                 case "prediction":
@@ -226,48 +213,14 @@ class CrossEntropy(FormulaByParts):
     def _logsumexp(self, sums: LabelSums) -> Array:
         return self._over_temperature(sums.largest) + jnp.log(sums.total)
 
-    def slopes(self, sums: LabelSums, labels: Array, classes: int, d_outputs: Arrays) -> Slopes:
-        has_label, rate = is_class(labels, classes), jnp.where(has_probabilities(sums), 1 / sums.total, jnp.nan)
-        exp_factor, d_label, weight_factor, spread_factor = jnp.zeros_like(sums.total), None, None, None
-        for name, d in zip(self.names, d_outputs, strict=True):
-            match name:
-                case "cross_entropy" | "log_prob":
-                    d_label = nan_if_bad(d, has_label)
-                    d_label = -d_label if name == "log_prob" else d_label
-                    exp_factor += d_label
-                case "mean" | "unmasked_mean":
-                    weight_factor = nan_if_bad(d, has_label) / self._number_of_mean(sums, classes)
-                    exp_factor += weight_factor * sums.weight
-                case "square":
-                    exp_factor += 2 * self._logsumexp(sums) * d
-                case "entropy":
-                    exp_factor += d * (sums.spread * rate)
-                    spread_factor = -d * rate
-                case "logsumexp":
-                    exp_factor += d
-        slopes = Slopes(sums.largest, exp_factor * rate, spread_factor, weight_factor, None)
-        return slopes if d_label is None else slopes._replace(at_label=self._exp_terms(sums.label, slopes) - d_label)
-
-    def logit_cotangents(self, part: LogitPart, slopes: Slopes, *, computed_again: bool = True) -> Array:
-        x = self.x(part.logits, part.unmasked)
-        # Logits that are computed again may exceed the largest by a rounding. Those of an array are the same as before,
-        # and XLA computes their exponentials once.
-        d_x = self._exp_terms(jnp.minimum(x, slopes.shift) if computed_again else x, slopes)
-        if slopes.at_label is not None:
-            # Selected: for a difference XLA's compiler for GPUs would write the cotangents to memory once more.
-            d_x = jnp.where(part.is_label, slopes.at_label, d_x)
-        if slopes.weight_factor is not None:
-            d_x -= _weighted(slopes.weight_factor, part.class_weights, part.unmasked)
-        d_x = self._over_temperature(d_x)
-        capped = d_x if self.soft_cap is None else soft_capped(widened(part.logits), self.soft_cap)
-        return pulled_back(d_x, capped, self.soft_cap)
-
-    def _exp_terms(self, x: Array, slopes: Slopes) -> Array:
-        z = self._over_temperature(x - slopes.shift)
-        d_x = jnp.exp(z) * slopes.exp_factor
-        return d_x if slopes.spread_factor is None else d_x + _spread(z) * slopes.spread_factor
-
     # For linear layers.
+
+    gradients = 1  # how many of the layers have gradients: the first ones
+    cotangent_exponent = 10  # the power of two that brings the cotangents of the logits into the range of float16
+
+    def cleaned(self, labels: Array, unmasked: Array | None) -> Array:
+        """The labels, with harmless ones in masked rows."""
+        return selected(labels, unmasked)
 
     def sums_of(self, logits: Arrays, data: Array, classes: Classes, tile_size: int) -> Pytree:
         (x,), tiles = logits, divide(classes.here, tile_size)
@@ -295,24 +248,13 @@ class CrossEntropy(FormulaByParts):
         return sums._replace(best=jnp.min(_classes_where(found, sums.best), -1, keepdims=True))
 
     def cotangents(self, logits: Arrays, data: Array, classes: Classes, sums: Pytree, d_outputs: Arrays) -> Arrays:
-        slopes = self.slopes(sums, data, classes.number, d_outputs)
-        return (self.logit_cotangents(logit_part(logits[0], data, classes), slopes),)
+        d_sums = self.d_sums(sums, data, classes.number, d_outputs)
+        return self.d_part(logit_part(logits[0], data, classes), d_sums)[:1]
 
     def plain_outputs(self, logits: Arrays, data: Array, classes: Classes) -> Arrays:
         sums = self._with_best(logits[0], self.sums(logit_part(logits[0], data, classes)), classes.here)
         sums = self.add_devices(classes, sums)
-        return self.outputs(sums, data, classes.number)
-
-
-def has_probabilities(sums: "LabelSums | TargetSums | Exponentials") -> Array:
-    """Whether rows have probabilities: not one with a NaN or +inf, nor one of only -inf."""
-    # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
-    return (sums.total > 0) & (sums.total < jnp.inf)
-
-
-def _spread(z: Array) -> Array:
-    """exp(z) z, and 0 for a z of -inf."""
-    return jnp.exp(z) * jnp.maximum(z, _FAR)
+        return nan_if_bad(self, self.outputs(sums, classes.number), data, classes.number)
 
 
 def logit_part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> LogitPart:
@@ -347,53 +289,55 @@ def _weighted(x: Array, weights: Array | None, unmasked: Array | None) -> Array:
 class TargetSums(NamedTuple):
     """The sums over the classes of each row `[..., 1]`."""
 
-    largest: Array  # m, finite
+    largest: Any  # m, finite
     total: Array  # s
     weight: Array  # T
     product: Array  # the sum of t z
-    caught: Any = None  # the sum of t p, for PolyLoss
+    caught: Any = None  # the sum of t exp(z), for PolyLoss
+    catchable: Any = None  # T, with a derivative at each class
 
 
-class TargetCrossEntropy(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class TargetCrossEntropy(RowFormula):
     """The cross-entropy of a row with targets."""
 
     epsilon: Array | None = None  # of PolyLoss `[..., 1]`
+    has_one_derivative: bool = False
 
-    def sums(self, x: Array, t: Array, where: Array | None) -> TargetSums:
-        largest = finite_largest(selected(x, where, -jnp.inf))
-        z, t = _relative(x, t, where, largest)
-        exps = jnp.exp(z)
-        total, weight = jnp.sum(exps, -1, keepdims=True), unfolded.sum_of(t, -1, keepdims=True)
-        total = jnp.where((total == 0) & (weight == 0), 1, total)  # no class has a probability or a target
-        product = jnp.sum(t * jnp.where(_is_absent(z, t), 0, z), -1, keepdims=True)
-        caught = None if self.epsilon is None else jnp.sum(t * exps, -1, keepdims=True) / total
-        return TargetSums(largest, total, weight, product, caught)
+    has_other_sums = True
 
-    def loss(self, sums: TargetSums) -> Array:
-        loss: Array = sums.weight * jnp.log(sums.total) - sums.product
-        return loss if self.epsilon is None else loss + self.epsilon * (sums.weight - sums.caught)
+    def for_one_derivative(self) -> "TargetCrossEntropy":
+        return dataclasses.replace(self, has_one_derivative=True)
 
-    def slopes(self, x: Array, t: Array, where: Array | None, sums: TargetSums) -> tuple[Array, Array]:
-        """The derivatives of the loss by the logits and by the targets; NaN in a row without probabilities."""
-        z, t = _relative(x, t, where, sums.largest)
-        p = jnp.exp(z) * jnp.where(has_probabilities(sums), 1 / sums.total, jnp.nan)
-        costs = jnp.log(sums.total) - z
-        costs = jnp.where(_is_absent(z, t), 0, costs)
-        slopes = sums.weight * p - t
-        if self.epsilon is None:
-            return slopes, costs
-        slopes += self.epsilon * p * (sums.weight - t - (sums.weight - sums.caught))
-        return slopes, costs + self.epsilon * (1 - p)
+    def at(self, epsilon: Array | None) -> "TargetCrossEntropy":
+        return TargetCrossEntropy(epsilon)
 
-    def has_slopes(self, sums: TargetSums | Exponentials, weight: Array) -> Array:
-        """Whether the slopes of rows are finite: logits have probabilities, and neither targets nor epsilon are bad."""
-        weight = weight if self.epsilon is None else weight * self.epsilon
+    def x(self, logits: Array, unmasked: Array | None = None) -> Array:
+        return widened(selected(logits, unmasked, -jnp.inf))
+
+    def terms(self, part: LogitPart, x: Array, shift: Array) -> TargetSums:
+        t = widened(selected(part.targets, part.unmasked))
+        dtype = jnp.promote_types(x.dtype, t.dtype)
+        z, t = x.astype(dtype) - shift.astype(dtype), t.astype(dtype) * unfolded.unknown(1, dtype)
+        is_absent = (t == 0) & (z == -jnp.inf)  # it adds nothing, by the convention 0 log 0 = 0
+        exps, product = jnp.exp(z), t * jnp.where(is_absent, 0, z)
+        weight = jnp.where(is_absent, 0, t) if self.has_one_derivative else t  # the same, but for the derivative by t
+        return TargetSums(None, exps, weight, product, *(() if self.epsilon is None else (t * exps, t)))
+
+    def completed(self, sums: TargetSums, part: LogitPart) -> TargetSums:
+        is_nothing = (sums.total == 0) & (sums.weight == 0)  # no class has a probability or a target
+        return sums._replace(total=jnp.where(is_nothing, 1, sums.total))
+
+    def outputs(self, sums: TargetSums, classes: int) -> Arrays:
+        loss = sums.weight * jnp.log(sums.total) - sums.product
+        return (loss if self.epsilon is None else loss + self.epsilon * (sums.catchable - sums.caught / sums.total),)
+
+    def has_derivatives(self, sums: TargetSums) -> Array:
+        weight = sums.weight if self.epsilon is None else sums.weight * self.epsilon
         return has_probabilities(sums) & (abs(weight) < jnp.inf)
 
-    # The textbook's form, without a selection.
-
     def textbook_loss(self, x: Array, t: Array) -> Array:
-        """The loss, right where it is finite: a logit of -inf without a target makes it NaN."""
+        """The loss without a selection, right where it is finite: a logit of -inf without a target makes it NaN."""
         z = x - jnp.minimum(jnp.max(x, -1, keepdims=True), float(jnp.finfo(x.dtype).max))
         exps = jnp.exp(z)
         total = jnp.sum(exps, -1, keepdims=True)
@@ -401,29 +345,3 @@ class TargetCrossEntropy(NamedTuple):
         if self.epsilon is not None:
             terms += self.epsilon * (t * (1 - exps / total))
         return jnp.sum(terms, -1, keepdims=True)
-
-    def textbook_logit_slopes(self, x: Array, t: Array) -> Array:
-        """The derivatives of the loss by the logits; NaN in a row without probabilities."""
-        wide = jnp.finfo(x.dtype)
-        most = float(wide.max)
-        # Both limits behind the maximum would be a clamp, which the library does not have.
-        exps = jnp.exp(x - jnp.minimum(jnp.max(jnp.maximum(x, -most), -1, keepdims=True), most))
-        total, weight = (jnp.sum(a, -1, keepdims=True) for a in (exps, t))
-        p = exps / (total + float(wide.tiny))  # the total is 1 or more, or 0 if all logits are -inf
-        slopes = weight * p - t
-        if self.epsilon is not None:
-            slopes += self.epsilon * (p * (jnp.sum(t * p, -1, keepdims=True) - t))
-        # 1 or less; infinite if all logits are -inf and a class has a target. 0 times what is not finite is NaN.
-        missing = jnp.exp(jnp.sum(t * jnp.minimum(-jnp.log(total), most / 2**10), -1, keepdims=True))
-        return slopes + 0 * (missing + total)
-
-
-def _is_absent(z: Array, t: Array) -> Array:
-    """Where a class has no probability and no target: it adds nothing, by the convention 0 log 0 = 0."""
-    return (t == 0) & (z == -jnp.inf)
-
-
-def _relative(x: Array, t: Array, where: Array | None, largest: Array) -> tuple[Array, Array]:
-    """The z and t, in the dtype of the sums; -inf and 0 under the mask."""
-    dtype = jnp.promote_types(largest.dtype, widened(t).dtype)
-    return selected(x, where, -jnp.inf).astype(dtype) - largest.astype(dtype), selected(t, where).astype(dtype)

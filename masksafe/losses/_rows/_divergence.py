@@ -35,12 +35,12 @@ from jax import lax
 from masksafe._core.exponentials import Exponentials, over
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
-from masksafe._core.sharding import gathered_along, may_loop
+from masksafe._core.sharding import gathered_along, may_loop, vary_with
 from masksafe._core.switches import uses_plain_rules
 from masksafe._core.typing import Array, Arrays, Pytree
 from masksafe._core.unfolded import unknown
 from masksafe.losses._labelled import elements_at
-from masksafe.losses._rows._formula import Classes, Formula
+from masksafe.losses._rows._formula import Classes
 
 Direction = Literal["forward", "reverse", "jensen_shannon"]
 FORWARD, REVERSE, JENSEN_SHANNON = DIRECTIONS = get_args(Direction)
@@ -71,10 +71,11 @@ class DivergenceSums(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Divergence(Formula):
+class Divergence:
     """The divergence of the student, the first layer, from a teacher: the second layer, or its top k classes."""
 
     names = ("divergence",)
+    label_outputs = 0
     direction: str
     beta: float  # the weight of the teacher in the mixture
     temperature: float
@@ -93,7 +94,7 @@ class Divergence(Formula):
 
     def cleaned(self, data: Pytree, unmasked: Array | None) -> Pytree:
         if unmasked is None or not self.has_top_k:
-            return super().cleaned(data, unmasked)
+            return jax.tree.map(lambda x: selected(x, unmasked), data)
         classes = jnp.arange(data.classes.shape[-1], dtype=data.classes.dtype)  # none is repeated
         all_unmasked = None if data.unmasked is None else jnp.array(True)
         harmless = TopK(jnp.zeros((), data.log_probs.dtype), classes, all_unmasked)
@@ -126,42 +127,20 @@ class Divergence(Formula):
             divergences = [_kl(log_p, log_m), _kl(log_q, log_m)]
         return DivergenceSums(teacher_sums, student_sums, tuple(divergences), rest, valid)
 
-    def outputs(self, sums: DivergenceSums, data: Pytree, classes: int) -> Arrays:
+    def outputs(self, sums: DivergenceSums, classes: int) -> Arrays:
         divergence, *second = sums.divergences
         if second:
             divergence = self.beta * divergence + (1 - self.beta) * second[0]
         return (divergence if sums.valid is None else divergence * sums.valid,)
 
     def cotangents(self, logits: Arrays, data: Pytree, classes: Classes, sums: Any, d_outputs: Arrays) -> Arrays:
-        d = over(d_outputs[0], self.temperature)
-        if not self.has_top_k:
-            student, teacher = logits
-            slopes = self._slopes(student, teacher, sums)
-            return tuple(slope * d for slope in slopes[: self.gradients])
-        x, targets, _ = self._top_k(logits[0], data)
-        d_student = self._slopes(*self._few_classes(x, targets, sums.rest), sums)[0] * (d * sums.valid)
-        if sums.rest is None:
-            return (_with_classes(jnp.zeros_like(x), targets, d_student),)
-        d_student, d_rest = d_student[..., :-1], d_student[..., -1:]
-        total = jnp.where(sums.rest.total > 0, sums.rest.total, 1)
-        d_x = jnp.exp(over(x - sums.rest.largest, self.temperature)) * (d_rest / total)
-        return (_with_classes(d_x, targets, d_student),)
-
-    def _slopes(self, student: Array, teacher: Array, sums: DivergenceSums) -> tuple[Array, Array]:
-        """The derivatives by the logits of the student, and by those of the teacher."""
-        log_p, log_q = self._log_softmaxes(teacher, student, sums.teacher, sums.student)
-        p, q, divergences = jnp.exp(log_p), jnp.exp(log_q), sums.divergences
-        if self.direction == FORWARD:
-            return q - p, _kl_slope(log_p, log_q, divergences[0])
-        if self.direction == REVERSE:
-            return _kl_slope(log_q, log_p, divergences[0]), p - q
-        log_m = self._log_mixture(log_p, log_q)
-        kl_of_teacher, kl_of_student = divergences
-        student_slopes = (1 - self.beta) * _kl_slope(log_q, log_m, kl_of_student)
-        return student_slopes, self.beta * _kl_slope(log_p, log_m, kl_of_teacher)
+        others = logits[self.gradients :]
+        outputs = lambda *logits: self.plain_outputs((*logits, *others), data, classes)  # noqa: E731
+        found, pull_back = jax.vjp(outputs, *logits[: self.gradients])
+        return pull_back(tuple(map(vary_with, d_outputs, found)))
 
     def plain_outputs(self, logits: Arrays, data: Pytree, classes: Classes) -> Arrays:
-        return self.outputs(self.sums_of(logits, data, classes, classes.here), data, classes.number)
+        return self.outputs(self.sums_of(logits, data, classes, classes.here), classes.number)
 
     def _log_mixture(self, log_p: Array, log_q: Array) -> Array:
         """The logarithm of m; finite where neither side has a probability, for finite derivatives."""
@@ -216,12 +195,6 @@ def _kl(log_p: Array, log_q: Array) -> Array:
     p = jnp.exp(log_p)
     log_p, log_q = (jnp.where(p == 0, 0, x) for x in (log_p, log_q))  # both may be -inf
     return jnp.sum(p * (log_p - log_q), -1, keepdims=True)
-
-
-def _kl_slope(log_p: Array, log_q: Array, kl: Array) -> Array:
-    """The derivative of KL(p || q) by the logits of p."""
-    p = jnp.exp(log_p)
-    return p * jnp.where(p == 0, 0, log_p - log_q - kl)
 
 
 # The few classes of a teacher.

@@ -1,16 +1,21 @@
-"""The formula of a loss, for one row of logits; `_token_blocks` and `_class_tiles` go through the rows.
+r"""A loss of rows of logits is stated once: the terms of each class, and the outputs of their sums.
 
-A formula needs some sums over the classes of a row. The outputs of the row follow from the sums; the cotangents of its
-logits follow from the sums and the cotangents of the outputs.
+.. math::
+  m = \max_c x_c, \qquad S = \sum_c \mathrm{terms}(x_c - m), \qquad \text{outputs}(S)
+
+No output depends on :math:`m`, which is a constant for derivatives. So the cotangents of the sums are those of the
+outputs, and the cotangents of the logits are those of the terms, class by class: JAX derives both. A reverse pass keeps
+the sums.
 """
 
-import abc
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from masksafe._core import sharding
+from masksafe._core.exponentials import finite_largest
+from masksafe._core.labels import is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array, Arrays, Index, Pytree
 
@@ -33,89 +38,96 @@ class Classes(NamedTuple):
 
 
 class LogitPart(NamedTuple):
-    """The logits of some rows `[..., n]` at some of the classes."""
+    """The logits of some rows `[..., n]` at some of the classes, and their labels or targets."""
 
     logits: Array
-    is_label: Array
+    is_label: Array | None = None
     unmasked: Array | None = None  # which of the classes are unmasked; None: all
     class_weights: Array | None = None  # [n]
     label: Array | None = None  # `[..., 1]`, if it may be looked up
     first: Index = 0  # the first of the classes
     unmasked_rows: Array | None = None  # `[..., 1]`; sums of masked rows may be anything, but their largest is finite
+    targets: Array | None = None  # in place of a label
 
 
-class Formula(abc.ABC):
-    """A loss of rows: of the logits `[..., V]` of one layer or two, and of further data, such as labels."""
+class RowFormula:
+    """What follows from a formula's `x`, `terms` and `outputs`.
 
-    names: tuple[str, ...]  # of the outputs of a row
-
-    @property
-    def gradients(self) -> int:
-        """How many of the layers have gradients: the first ones."""
-        return 1
-
-    @property
-    def label_outputs(self) -> int:
-        """How many of the outputs depend on a label, and are NaN if it is out of range: the first ones."""
-        return 0
-
-    @property
-    def cotangent_exponent(self) -> int:
-        """The power of two that brings the cotangents of the logits into the range of float16."""
-        return 10
-
-    def cleaned(self, data: Pytree, unmasked: Array | None) -> Pytree:
-        """The data, with harmless values in masked rows."""
-        return jax.tree.map(lambda x: selected(x, unmasked), data)
-
-    @abc.abstractmethod
-    def empty_sums(self, zero: Array) -> Pytree:
-        """The sums over no class: a NamedTuple of arrays like the zero `[..., 1]`."""
-
-    @abc.abstractmethod
-    def sums_of(self, logits: Arrays, data: Pytree, classes: Classes, tile_size: int) -> Pytree:
-        """The sums over all classes, `[..., 1]` each, computed in tiles of the classes."""
-
-    @abc.abstractmethod
-    def outputs(self, sums: Pytree, data: Pytree, classes: int) -> Arrays:
-        """The outputs `[..., 1]`."""
-
-    @abc.abstractmethod
-    def cotangents(self, logits: Arrays, data: Pytree, classes: Classes, sums: Pytree, d_outputs: Arrays) -> Arrays:
-        """The cotangents of the logits of the layers that have gradients."""
-
-    @abc.abstractmethod
-    def plain_outputs(self, logits: Arrays, data: Pytree, classes: Classes) -> Arrays:
-        """The outputs in a form that JAX differentiates to any order."""
-
-
-class FormulaByParts(Formula):
-    """A formula of one layer whose sums over parts of the classes can be added up.
-
-    Its rows can be computed in tiles of the classes, and each device can have some of the classes.
+    `x(logits, unmasked)` are wide logits, -inf where masked. `terms(part, x, shift)` are what the classes add to the
+    sums, `[..., n]` each: a NamedTuple whose `total` is exp(x - shift), and whose `largest` is None. `outputs(sums,
+    classes)` are those of a row, `[..., 1]` each, of its sums and of the number of classes on all devices.
     """
 
-    @abc.abstractmethod
-    def sums_of_each(self, part: LogitPart) -> Pytree:
+    x: Any
+    terms: Any
+    outputs: Any
+    label_outputs = 0  # how many of the outputs depend on a label, and are NaN if it is out of range: the first ones
+
+    def has_derivatives(self, sums: Any) -> Array:
+        """Whether the derivatives of a row are finite."""
+        return has_probabilities(sums)
+
+    def for_one_derivative(self) -> Any:
+        """The formula in a form whose first derivative alone is right, with smaller rounding errors."""
+        return self
+
+    def sums(self, part: LogitPart) -> Any:
+        """The sums over the classes of a part, `[..., 1]` each."""
+        x = self.x(part.logits, part.unmasked)
+        largest = selected(finite_largest(x), part.unmasked_rows)
+        terms = self.terms(part, x, largest)
+        sums = jax.tree.map(lambda term: jnp.sum(term, -1, keepdims=True), terms)
+        return self.completed(sums._replace(largest=largest), part)
+
+    def completed(self, sums: Any, part: LogitPart) -> Any:
+        """The sums, with what is not a sum of terms."""
+        return sums
+
+    def sums_of_each(self, part: LogitPart) -> Any:
         """The sums over each logit alone."""
+        x = self.x(part.logits)
+        most = float(jnp.finfo(x.dtype).max)
+        largest = jnp.clip(x, -most, most)
+        return self.terms(part, x, largest)._replace(largest=largest)
 
-    @abc.abstractmethod
-    def add(self, a: Any, b: Any) -> Pytree:
-        """The sums over two parts of the classes together."""
+    def d_sums(self, sums: Any, labels: Array, classes: int, d_outputs: Arrays) -> Any:
+        """The cotangents of the sums, with the largest x itself: what the cotangents of a row's logits have in common.
 
-    @abc.abstractmethod
-    def add_devices(self, classes: Classes, sums: Any) -> Pytree:
-        """The sums over the classes of all devices."""
+        NaN in a row without probabilities. An output of a bad label has a cotangent of NaN, unless it is 0: then the
+        user has replaced the output.
+        """
+        if self.label_outputs:
+            good, n = is_class(labels, classes), self.label_outputs
+            d_outputs = (*(jnp.where(good | (d == 0), d, jnp.nan) for d in d_outputs[:n]), *d_outputs[n:])
+        sums = sums._replace(total=jnp.where(has_probabilities(sums), sums.total, jnp.nan))
+        found, pull_back = jax.vjp(lambda sums: self.for_one_derivative().outputs(sums, classes), sums)
+        (d_sums,) = pull_back(tuple(map(sharding.vary_with, d_outputs, found)))
+        # JAX's cotangent of an integer is an array of no dtype.
+        return jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, d_sums)._replace(
+            largest=sums.largest
+        )
 
-    @abc.abstractmethod
-    def slopes(self, sums: Any, labels: Array, classes: int, d_outputs: Arrays) -> Any:
-        """A NamedTuple of what the cotangents of a row's logits have in common; its `shift` is subtracted from them."""
+    def d_part(self, part: LogitPart, d_sums: Any, *, computed_again: bool = True) -> tuple[Array, Array | None]:
+        """The cotangents of some logits and of their targets; anything where masked."""
+        formula, largest = self.for_one_derivative(), d_sums.largest
+        x, pull_back_x = jax.vjp(self.x, part.logits)
+        x = selected(x, part.unmasked, -jnp.inf)
+        # Logits that are computed again may exceed the largest by a rounding. Those of an array are the same as before,
+        # and XLA computes their exponentials once.
+        x = jnp.minimum(x, largest) if computed_again else x
+        terms, pull_back = jax.vjp(lambda x, t: formula.terms(part._replace(targets=t), x, largest), x, part.targets)
+        like = lambda term, d: sharding.vary_with(jnp.broadcast_to(d, term.shape), term)  # noqa: E731
+        d_x, d_targets = pull_back(jax.tree.map(like, terms, d_sums._replace(largest=None)))
+        return pull_back_x(d_x)[0], d_targets
 
-    @abc.abstractmethod
-    def logit_cotangents(self, part: LogitPart, slopes: Any) -> Array:
-        """The cotangents of some logits of some rows."""
+
+def has_probabilities(sums: Any) -> Array:
+    """Whether rows have probabilities: not one with a NaN or +inf, nor one of only -inf."""
+    # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
+    return (sums.total > 0) & (sums.total < jnp.inf)
 
 
-def nan_if_bad(d_output: Array, valid: Array) -> Array:
-    """The cotangent of an output, NaN where it is not valid; a cotangent of 0 stays: the user has replaced the NaN."""
-    return jnp.where(valid | (d_output == 0), d_output, jnp.nan)
+def nan_if_bad(formula: Any, outputs: Arrays, labels: Pytree, classes: int) -> Arrays:
+    """The outputs, with NaN for those of a bad label, in derivatives as well."""
+    n = formula.label_outputs
+    return (*(nan_unless(is_class(labels, classes), output) for output in outputs[:n]), *outputs[n:])

@@ -24,7 +24,8 @@ from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Arrays, Pytree, jitted
 from masksafe.losses._rows import _class_tiles, _token_blocks
 from masksafe.losses._rows._block_sizes import Options, Sizes
-from masksafe.losses._rows._formula import FormulaByParts
+from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._formula import nan_if_bad
 from masksafe.losses._rows._sources import Linear, LinearInputs, as_rows
 
 _Args = tuple[LinearInputs, Arrays | None]  # the inputs and the weights
@@ -57,7 +58,7 @@ def evaluate(options: Options, inputs: LinearInputs, weights: Arrays | None = No
 def _dimensions(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Pytree:
     """The names of the dimensions of each array; the classes have none where every device needs all of them."""
     tokens: Pytree = PartitionSpec(*(f"tokens {axis}" for axis in range(len(inputs.tokens))))
-    classes: Pytree = PartitionSpec("classes" if isinstance(options.formula, FormulaByParts) else None)
+    classes: Pytree = PartitionSpec("classes" if isinstance(options.formula, CrossEntropy) else None)
     layer = Linear(PartitionSpec(*tokens, None), PartitionSpec(None, *classes), classes)  # type: ignore[arg-type]
     names = LinearInputs((layer,) * len(inputs.layers), tokens, classes, tokens, tokens)
     weight_names = None if weights is None else tuple(tokens if w.ndim else PartitionSpec() for w in weights)
@@ -84,7 +85,8 @@ def _forward(
         forms = (functools.partial(form, options) for form in (_token_blocks.sums_and_gradients, _class_tiles.sums))
         flat, schedules = inputs.flat, _schedules(options, inputs, *forms)
         sums, gradients = platforms.on_cpu_or_elsewhere(*schedules, flat, None, d_rows)
-        row_outputs = options.formula.outputs(sums, flat.data, inputs.classes(options.axis_name).number)
+        number = inputs.classes(options.axis_name).number
+        row_outputs = nan_if_bad(options.formula, options.formula.outputs(sums, number), flat.data, number)
         outputs = tuple(selected(x[:, 0].reshape(inputs.tokens), inputs.unmasked) for x in row_outputs)
     if weights is None:
         return outputs, _Residuals(outputs, (), sums, gradients)
@@ -122,7 +124,7 @@ def _schedules(
 ) -> list[Callable[..., Pytree]]:
     """`in_blocks` on a CPU; elsewhere `in_tiles`, if the formula can be computed in them. Both with their sizes."""
     sizes_if = functools.partial(options.sizes, inputs, is_masked=inputs.unmasked is not None)
-    elsewhere = in_tiles if isinstance(options.formula, FormulaByParts) else in_blocks
+    elsewhere = in_tiles if isinstance(options.formula, CrossEntropy) else in_blocks
     return [functools.partial(in_blocks, sizes_if(True)), functools.partial(elsewhere, sizes_if(False))]
 
 
@@ -228,7 +230,7 @@ def _gradients(
     devices, dtype = sharding.Devices(options.axis_name), inputs.sum_dtype
     dtypes = jax.tree.map(lambda x: x.dtype, inputs.layers[: options.formula.gradients])
     if weights is None:
-        d_tokens = tuple(selected(devices.sum(d), inputs.unmasked) for d in d_results)
+        d_tokens = tuple(map(devices.sum, d_results))
         d_outputs, factor = _on_one_axis(d_tokens), jnp.ones((), dtype)
     else:
         d_outputs = weights
