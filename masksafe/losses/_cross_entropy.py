@@ -13,7 +13,7 @@ from masksafe._core.labels import is_class, is_soft
 from masksafe._core.masks import masks_rows, read_mask
 from masksafe._core.precision import promoted
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, DType, jitted
 from masksafe.losses._labelled import Labelled, elements_at, read_integer_labels
 from masksafe.losses._layout import broadcast_widened
 from masksafe.losses._rows import _arguments
@@ -69,7 +69,9 @@ def softmax_cross_entropy(
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.softmax_cross_entropy>`_, which this
       function replaces.
     """
-    return soft_cross_entropy("softmax_cross_entropy", logits, labels, axis, where)
+    inputs, axes, dtype, bad_rows = _read_distributions("softmax_cross_entropy", logits, labels, axis, where)
+    (loss,) = outputs_of_rows(RowLoss(TargetCrossEntropy(), axes), inputs, None)
+    return label_checks.nan_where_bad(loss.astype(dtype), bad_rows)
 
 
 @public_op
@@ -104,7 +106,9 @@ def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
       `optax.losses.safe_softmax_cross_entropy
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.safe_softmax_cross_entropy>`_.
     """
-    return soft_cross_entropy("safe_softmax_cross_entropy", logits, labels, -1, None)
+    inputs, axes, dtype, bad_rows = _read_distributions("safe_softmax_cross_entropy", logits, labels, -1, None)
+    (loss,) = outputs_of_rows(RowLoss(TargetCrossEntropy(), axes), inputs, None)
+    return label_checks.nan_where_bad(loss.astype(dtype), bad_rows)
 
 
 class _Options(TypedDict, total=False):
@@ -266,10 +270,10 @@ def _weighted_by_labels(
     return _arguments.weighted_losses(losses, weights.astype(losses.dtype))
 
 
-def soft_cross_entropy(
+def _read_distributions(
     op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, where: ArrayLike | None
-) -> Array:
-    """`softmax_cross_entropy`, with `op` as the name in errors."""
+) -> tuple[Labelled, Axes, DType, Array | None]:
+    """Logits and labels that have been checked and broadcast, the axes of the classes, the dtype, and the bad rows."""
     logits, labels = arguments.as_float_array(op, "logits", logits), arguments.as_real_array(op, "labels", labels)
     are_integers = not is_soft(labels)
     hint = "For integer labels use softmax_cross_entropy_with_integer_labels." if are_integers else ""
@@ -286,9 +290,7 @@ def soft_cross_entropy(
     where = read_mask(op, where, shape, "logits and labels together", "classes or rows", axes, logits.ndim)
     labels = broadcast_widened(labels, shape)
     bad_rows = label_checks.check_distributions(op, labels, where, axes)
-    inputs = Labelled(broadcast_widened(logits, shape), labels, where)
-    (loss,) = outputs_of_rows(RowLoss(TargetCrossEntropy(), axes), inputs, None)
-    return label_checks.nan_where_bad(loss.astype(dtype), bad_rows)
+    return Labelled(broadcast_widened(logits, shape), labels, where), axes, dtype, bad_rows
 
 
 def _has_classes(x: Array, axes: Axes, shape: tuple[int, ...]) -> bool:

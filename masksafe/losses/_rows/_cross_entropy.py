@@ -10,23 +10,14 @@ With the largest :math:`x`, :math:`m`, the temperature :math:`\tau`, the label :
   \ell_3 = (m / \tau + \log s)^2, \qquad
   H = \log s - u, \qquad u = \frac{1}{s} \sum_c e^{z_c} z_c
 
-are the cross-entropy, its mean over all classes, the square of the logsumexp, and the entropy. With their cotangents
+are the cross-entropy, its mean over all classes, the square of the logsumexp, and the entropy. With targets :math:`t` in
+place of a label, and :math:`\epsilon` of PolyLoss,
 
 .. math::
-  \tau \dot x_c = p_c \left( \dot \ell_1 + \frac{\sum_j w_j}{V} \dot \ell_2 + 2 (m / \tau + \log s) \dot \ell_3 +
-  \dot H (u - z_c) \right) - [c = y] \dot \ell_1 - \frac{w_c}{V} \dot \ell_2.
-
-With targets :math:`t` in place of a label, :math:`T = \sum_c t_c`, and the part :math:`M` of them that the
-probabilities miss, which PolyLoss adds :math:`\epsilon` times,
-
-.. math::
-  \ell = T \log s - \sum_c t_c z_c + \epsilon M, \qquad M = \sum_c t_c (1 - p_c), \qquad
-  \dot x_c = \dot \ell \left( T p_c - t_c + \epsilon p_c (T - t_c - M) \right), \qquad
-  \dot t_c = \dot \ell \left( \log s - z_c + \epsilon (1 - p_c) \right).
+  \ell = T \log s - \sum_c t_c z_c + \epsilon \Big( T - \frac{1}{s} \sum_c t_c e^{z_c} \Big), \qquad T = \sum_c t_c.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -44,8 +35,6 @@ from masksafe._core.typing import Array, Arrays, Index, Pytree
 from masksafe.losses._labelled import element_at
 from masksafe.losses._rows._formula import Classes, LogitPart, RowFormula, has_probabilities, nan_if_bad
 
-Join = Callable[..., Array]
-
 _NOWHERE = 2**30  # stands for no class
 _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
 
@@ -60,9 +49,9 @@ PREDICTIONS: tuple[Output, Output] = ("logsumexp", "prediction")
 class LabelSums(NamedTuple):
     """The sums over the classes of each row `[..., 1]`; None where a formula does not need one."""
 
-    largest: Array  # m, finite
+    largest: Any  # m, finite
     total: Array  # s
-    label: Array  # x at the label, 0 if the label is not among the classes
+    label: Any  # x at the label, 0 if the label is not among the classes
     weight: Any = None  # the sum of w
     weighted: Any = None  # the sum of w z
     spread: Any = None  # the sum of exp(z) z
@@ -148,29 +137,30 @@ class CrossEntropy(RowFormula):
         return terms
 
     def add(self, a: LabelSums, b: LabelSums) -> LabelSums:
-        return self._joined((a, b), jnp.maximum(a.largest, b.largest), jnp.add, jnp.minimum)
+        """The sums over two parts of the classes together."""
+        largest = jnp.maximum(a.largest, b.largest)
+        total: LabelSums = jax.tree.map(jnp.add, self._rebased(largest, a), self._rebased(largest, b))
+        if "prediction" in self.names:
+            total = total._replace(best=jnp.minimum(_best_if(a, largest), _best_if(b, largest)))
+        return total._replace(largest=largest)
 
     def add_devices(self, classes: Classes, sums: LabelSums) -> LabelSums:
+        """The sums over the classes of all devices."""
         devices = sharding.Devices(classes.axis_name)
         if not devices.are_many:
             return sums
+        largest = devices.max(lax.stop_gradient(sums.largest))
+        total: LabelSums = jax.tree.map(devices.sum, self._rebased(largest, sums))
         if "prediction" in self.names:
             sums = sums._replace(best=sums.best + devices.first(classes.here))
-        largest = devices.max(lax.stop_gradient(sums.largest))
-        return self._joined((sums,), largest, devices.sum, lambda best: lax.pmin(best, classes.axis_name))
-
-    def _joined(self, parts: tuple[LabelSums, ...], largest: Array, add: Join, lowest: Join) -> LabelSums:
-        """The sums of parts, relative to the largest x of all; `add` adds them up, and `lowest` joins their classes."""
-        total: LabelSums = jax.tree.map(add, *(self._rebased(largest, part) for part in parts))
-        if "prediction" in self.names:
-            total = total._replace(best=lowest(*(jnp.where(p.largest == largest, p.best, _NOWHERE) for p in parts)))
+            total = total._replace(best=lax.pmin(_best_if(sums, largest), classes.axis_name))
         return total._replace(largest=largest)
 
     def _rebased(self, largest: Array, sums: LabelSums) -> LabelSums:
         """The sums relative to another largest x, which is not filled in."""
         step = self._over_temperature(sums.largest - largest)
         factor = jnp.exp(step)
-        moved = sums._replace(largest=None, total=sums.total * factor, best=None)  # type: ignore[arg-type]
+        moved = sums._replace(largest=None, total=sums.total * factor, best=None)
         if sums.weight is not None:
             step = jnp.maximum(step, float(jnp.finfo(step.dtype).min))  # it may overflow where the weight is 0
             moved = moved._replace(weighted=sums.weighted + sums.weight * step)
@@ -269,6 +259,11 @@ def logit_part(logits: Array, labels: Array, classes: Classes, tile: Tile | None
         return LogitPart(logits, index == labels, None, weights, first=tile.start)
     unmasked = index >= tile.first
     return LogitPart(logits, (index == labels) & unmasked, unmasked, weights, first=tile.start)
+
+
+def _best_if(sums: LabelSums, largest: Array) -> Array:
+    """The best class where its x is the largest of all parts."""
+    return jnp.where(sums.largest == largest, sums.best, _NOWHERE)
 
 
 def _classes_where(found: Array, first: Index) -> Array:

@@ -55,12 +55,13 @@ def _forward(
     formula, devices = config.formula.at(number), sharding.Devices(config.axis_name)
     unmasked, classes = _unmasked_rows(x, where, config.axis_name), Classes(x.shape[-1], config.axis_name)
     rows = x, _with_valid_labels(labels, unmasked), where, _weights_at_rank(inputs)
+    is_wide = x.dtype == wide_dtype(x.dtype)  # XLA writes what it widens
     # In blocks, devices would exchange sums once per block.
-    if devices.are_many or (not formula.has_other_sums and _is_one_kernel(value_alone, where, x)):
+    if devices.are_many or (is_wide and not formula.has_other_sums and _is_one_kernel(value_alone, where, x)):
         sums = formula.sums(config.part(*rows))
     else:
         sums = row_blocks.map_row_blocks(lambda *rows: formula.sums(config.part(*rows)), *rows)
-    sums = formula.add_devices(classes, sums) if devices.are_many else sums
+    sums = formula.add_devices(classes, sums)
     cleaned = jax.tree.map(lambda x: selected(x, unmasked), sums)._replace(total=selected(sums.total, unmasked, 1))
     if config.looks_up:  # the rule selects later, in fewer passes
         cleaned = cleaned._replace(largest=sums.largest)
@@ -97,8 +98,6 @@ def _is_one_kernel(value_alone: bool, where: Array | None, *rows: Array) -> bool
     choices = platforms.choices()
     if not choices.has_kernel_library or not masks_rows(where, (-1,)) or any(map(sharding.has_symbolic_size, rows)):
         return False
-    if len(rows) == 1 and rows[0].dtype != wide_dtype(rows[0].dtype):  # XLA writes what it widens for the sums
-        return False
     return not value_alone or sum(x.shape[-1] for x in rows) <= choices.longest_row_of_kernels
 
 
@@ -126,8 +125,9 @@ def _value_by_rows(config: RowLoss, inputs: Labelled, number: Array | None) -> A
 def _loss_in_one_kernel(config: RowLoss, inputs: Labelled, number: Array | None) -> Arrays:
     """The losses, of which those that are not finite are computed by rows, in a loop of at most one turn."""
     x, t, where = inputs.rows(config.axes)
-    loss = config.formula.at(number).textbook_loss(widened(x), widened(t))
-    loss = selected(loss, where).squeeze(-1)
+    formula = config.formula.at(number)
+    assert isinstance(formula, TargetCrossEntropy)
+    loss = selected(formula.textbook_loss(widened(x), widened(t)), where).squeeze(-1)
     again = lambda: _value_by_rows(config, *platforms.unfused((inputs, number)))[0]  # noqa: E731
     repaired = lambda loss: jnp.where(jnp.isfinite(loss), loss, again())  # noqa: E731, other rows keep their bits
     return (tiles.once_if(unfolded.any_of(~jnp.isfinite(loss)), repaired, loss),)

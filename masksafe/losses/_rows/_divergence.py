@@ -1,4 +1,4 @@
-r"""Divergences between the softmax of a teacher's logits and that of a student's, row by row, and their cotangents.
+r"""Divergences between the softmax of a teacher's logits and that of a student's, row by row.
 
 With the probabilities :math:`p` of the teacher and :math:`q` of the student
 
@@ -7,17 +7,8 @@ With the probabilities :math:`p` of the teacher and :math:`q` of the student
   \mathrm{JS}_\beta(p, q) = \beta \mathrm{KL}(p \| m) + (1 - \beta) \mathrm{KL}(q \| m), \qquad
   m = \beta p + (1 - \beta) q.
 
-With student logits :math:`x` and teacher logits :math:`t`
-
-.. math::
-  \frac{\partial \mathrm{KL}(p \| q)}{\partial x_c} = q_c - p_c, \qquad
-  \frac{\partial \mathrm{KL}(q \| p)}{\partial x_c} = q_c \left( \log q_c - \log p_c - \mathrm{KL}(q \| p) \right),
-  \qquad
-  \frac{\partial \mathrm{JS}_\beta(p, q)}{\partial x_c} =
-  (1 - \beta) q_c \left( \log q_c - \log m_c - \mathrm{KL}(q \| m) \right),
-
-and the derivatives by :math:`t` are the same with both exchanged, and :math:`1 - \beta` for :math:`\beta`. A class of
-probability 0 adds nothing, since :math:`0 \log 0 = 0`; a divergence is infinite where its other distribution is 0.
+A class of probability 0 adds nothing, since :math:`0 \log 0 = 0`; a divergence is infinite where its other
+distribution is 0.
 
 The teacher may give its k most probable classes alone. Then the student's logits at these classes remain, and maybe one
 more, the logsumexp of all other classes: a divergence of k or k + 1 classes.

@@ -41,13 +41,13 @@ class LogitPart(NamedTuple):
     """The logits of some rows `[..., n]` at some of the classes, and their labels or targets."""
 
     logits: Array
-    is_label: Array | None = None
+    is_label: Any = None
     unmasked: Array | None = None  # which of the classes are unmasked; None: all
     class_weights: Array | None = None  # [n]
     label: Array | None = None  # `[..., 1]`, if it may be looked up
     first: Index = 0  # the first of the classes
     unmasked_rows: Array | None = None  # `[..., 1]`; sums of masked rows may be anything, but their largest is finite
-    targets: Array | None = None  # in place of a label
+    targets: Any = None  # in place of a label
 
 
 class RowFormula:
@@ -61,7 +61,15 @@ class RowFormula:
     x: Any
     terms: Any
     outputs: Any
-    label_outputs = 0  # how many of the outputs depend on a label, and are NaN if it is out of range: the first ones
+
+    @property
+    def label_outputs(self) -> int:
+        """How many of the outputs depend on a label, and are NaN if it is out of range: the first ones."""
+        return 0
+
+    def add_devices(self, classes: Classes, sums: Any) -> Any:
+        """The sums over the classes of all devices."""
+        return sums
 
     def has_derivatives(self, sums: Any) -> Array:
         """Whether the derivatives of a row are finite."""
