@@ -85,9 +85,9 @@ class RowFormula:
         largest = selected(finite_largest(x), part.unmasked_rows)
         terms = self.terms(part, x, largest)
         sums = jax.tree.map(lambda term: jnp.sum(term, -1, keepdims=True), terms)
-        return self.completed(sums._replace(largest=largest), part)
+        return self.completed(sums._replace(largest=largest), part, x)
 
-    def completed(self, sums: Any, part: LogitPart) -> Any:
+    def completed(self, sums: Any, part: LogitPart, x: Array) -> Any:
         """The sums, with what is not a sum of terms."""
         return sums
 
@@ -117,16 +117,32 @@ class RowFormula:
 
     def d_part(self, part: LogitPart, d_sums: Any, *, computed_again: bool = True) -> tuple[Array, Array | None]:
         """The cotangents of some logits and of their targets; anything where masked."""
-        formula, largest = self.for_one_derivative(), d_sums.largest
         x, pull_back_x = jax.vjp(self.x, part.logits)
         x = selected(x, part.unmasked, -jnp.inf)
         # Logits that are computed again may exceed the largest by a rounding. Those of an array are the same as before,
         # and XLA computes their exponentials once.
-        x = jnp.minimum(x, largest) if computed_again else x
+        x = jnp.minimum(x, d_sums.largest) if computed_again else x
+        d_x, d_targets = self.d_terms(part, x, d_sums)
+        return pull_back_x(self.with_label(d_x, part, d_sums))[0], d_targets
+
+    def d_terms(self, part: LogitPart, x: Array, d_sums: Any) -> tuple[Array, Array | None]:
+        """The cotangents of some x and of their targets, by the terms."""
+        formula, largest = self.for_one_derivative(), d_sums.largest
         terms, pull_back = jax.vjp(lambda x, t: formula.terms(part._replace(targets=t), x, largest), x, part.targets)
-        like = lambda term, d: sharding.vary_with(jnp.broadcast_to(d, term.shape), term)  # noqa: E731
-        d_x, d_targets = pull_back(jax.tree.map(like, terms, d_sums._replace(largest=None)))
-        return pull_back_x(d_x)[0], d_targets
+        return pull_back(jax.tree.map(_spread_like, terms, self.of_terms(d_sums)))
+
+    def of_terms(self, sums: Any) -> Any:
+        """The sums of terms, without the others."""
+        return sums._replace(largest=None)
+
+    def with_label(self, d_x: Array, part: LogitPart, d_sums: Any) -> Array:
+        """The cotangents of x, from those by the terms."""
+        return d_x
+
+
+def _spread_like(term: Array, d: Array) -> Array:
+    d = d * jnp.ones_like(term) if sharding.is_sharded(term) else jnp.broadcast_to(d, term.shape)  # split like the term
+    return sharding.vary_with(d, term)
 
 
 def has_probabilities(sums: Any) -> Array:
