@@ -7,24 +7,24 @@ jitted, so that masked values stay hidden even from jax_debug_nans.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Literal, overload
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.derivatives import computed_once, rule
-from masksafe._core.exponentials import Exponentials, largest_or_lowest
+from masksafe._core.exponentials import Exponentials, finite_largest, largest_or_lowest
 from masksafe._core.masks import Weighting, read_mask, selected
 from masksafe._core.moments import nonzero_divisor, total_weight
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
-from masksafe._core.sharding import are_whole
+from masksafe._core.sharding import are_whole, vary_alike
+from masksafe._core.switches import uses_plain_rules
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
-from masksafe._core.unfolded import any_of, sum_of
+from masksafe._core.unfolded import any_of
 
 
 @overload
@@ -289,70 +289,74 @@ def _signed_logsumexp(
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
-def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Pytree, ...]]:
-    sums = Exponentials.of(selected(x, where, -jnp.inf), axes)
-    if are_whole((x, where)):
-        sums = platforms.unfused_on_cpu(sums)
-    return sums.logarithm, (x, where, *sums)
+_SUMS = "sums of masksafe's softmax"
+# A reverse pass keeps `x`, the mask and the sums of each row, and computes the exponentials again.
+_keeping_sums = functools.partial(
+    jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(_SUMS), static_argnums=(0,)
+)
 
 
-def _logsumexp_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_result: Array) -> tuple[Array, None]:
-    x, where, largest, total = residuals
-    exps = jnp.exp(widened(selected(x, where, -jnp.inf)) - largest)
-    d_x = exps * (d_result / jnp.where(total == 0, 1, total))
-    return selected(d_x, where).astype(x.dtype), None
+def _exponentials(axes: Axes, x: Array, largest: Array) -> Exponentials:
+    total = jnp.sum(jnp.exp(x - largest), axes, keepdims=True)
+    return Exponentials(*(checkpoint_name(sums, _SUMS) for sums in (largest, total)))
 
 
-# The logsumexp in the wide dtype; the axes stay, with size 1.
-wide_logsumexp = rule(_logsumexp_forward, _logsumexp_reverse)
+@jitted(0)
+def wide_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
+    """The logsumexp in the wide dtype; the axes stay, with size 1."""
+    return _wide_logsumexp(axes, *vary_alike((x, where)))
 
 
-def _plain(forward: Callable[..., tuple[Array, Pytree]], masked: float) -> Callable[..., Array]:
-    """The output, by finite numbers alone: an empty row is computed as a row of zeros."""
-
-    def output(axes: Axes, x: Array, where: Array | None) -> Array:
-        if where is None:
-            return forward(axes, x, None)[0]
-        unmasked = where | ~any_of(where, axes, keepdims=True)
-        return selected(forward(axes, selected(x, where), unmasked)[0], where, masked)
-
-    return output
+@_keeping_sums
+def _wide_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
+    x_unmasked = selected(x, where, -jnp.inf)
+    sums = _exponentials(axes, widened(x_unmasked), finite_largest(x_unmasked, axes))
+    return (platforms.unfused_on_cpu(sums) if are_whole((x, where)) else sums).logarithm
 
 
-def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
+@jitted(0)
+def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
+    return _log_probs(axes, *vary_alike((x, where)))
+
+
+@_keeping_sums
+def _log_probs(axes: Axes, x: Array, where: Array | None) -> Array:
+    x_unmasked = selected(x, where, -jnp.inf)
+    wide, largest = widened(x_unmasked), largest_or_lowest(x_unmasked, axes)
+    _, total = _exponentials(axes, wide, largest)
+    log_probs = wide - largest - jnp.log(_unless_empty(total, axes, where))
+    return selected(log_probs, where, -jnp.inf).astype(x.dtype)
+
+
+def _unless_empty(total: Array, axes: Axes, where: Array | None) -> Array:
+    """The total of exponentials, or 1 where nothing is unmasked, if JAX looks for NaN on the way to the result."""
+    if where is None or not uses_plain_rules():
+        return total
+    return jnp.where(any_of(where, axes, keepdims=True), total, 1)
+
+
+@jitted(0)
+def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
+    return _probs(axes, *vary_alike((x, where)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _probs(axes: Axes, x: Array, where: Array | None) -> Array:
     x_unmasked = selected(x, where, -jnp.inf)
     exps = jnp.exp(widened(x_unmasked) - largest_or_lowest(x_unmasked, axes))
-    probs = selected(exps / jnp.sum(exps, axes, keepdims=True), where).astype(x.dtype)
-    return probs, (probs, where)
+    total = _unless_empty(jnp.sum(exps, axes, keepdims=True), axes, where)
+    return selected(exps / total, where).astype(x.dtype)
 
 
-def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs: Array) -> tuple[Array, None]:
-    probs, where = residuals
-    p, d_p = widened(probs), selected(widened(d_probs), where)
-    d_x = p * (d_p - jnp.sum(p * d_p, axes, keepdims=True))
-    return selected(d_x, where).astype(probs.dtype), None
+@_probs.defjvp
+def _(axes: Axes, primals: tuple[Array, Array | None], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
+    probs, where = _probs(axes, *primals), primals[1]
 
+    # A checkpoint, so that a reverse pass keeps the result and the mask, rather than two wide arrays.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def d_probs(probs: Array, where: Array | None, d_x: Array) -> Array:
+        p = widened(probs)
+        terms = p * selected(widened(d_x), where)
+        return selected(terms - p * jnp.sum(terms, axes, keepdims=True), where).astype(probs.dtype)
 
-_softmax = rule(_softmax_forward, _softmax_reverse, plain=_plain(_softmax_forward, 0))
-
-
-def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Pytree, ...]]:
-    x_unmasked = selected(x, where, -jnp.inf)
-    largest = largest_or_lowest(x_unmasked, axes)
-    z = widened(x_unmasked) - largest
-    log_total = jnp.log(jnp.sum(jnp.exp(z), axes, keepdims=True))
-    log_probs = selected(z - log_total, where, -jnp.inf).astype(x.dtype)
-    if log_probs.dtype == z.dtype:
-        return log_probs, (log_probs, where, ())
-    return log_probs, (x, where, (largest, log_total))  # exponentials of rounded logarithms would lose digits
-
-
-def _log_softmax_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_log_probs: Array) -> tuple[Array, None]:
-    saved, where, shifts = residuals
-    log_probs = functools.reduce(jnp.subtract, shifts, widened(selected(saved, where, -jnp.inf)))
-    d = selected(widened(d_log_probs), where)
-    d_x = d - jnp.exp(log_probs) * sum_of(d, axes, keepdims=True)
-    return computed_once(selected(d_x, where).astype(saved.dtype)), None
-
-
-_log_softmax = rule(_log_softmax_forward, _log_softmax_reverse, plain=_plain(_log_softmax_forward, -math.inf))
+    return probs, d_probs(probs, where, tangents[0])
