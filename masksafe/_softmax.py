@@ -16,7 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
+from masksafe._core.derivatives import computed_once
 from masksafe._core.exponentials import Exponentials, finite_largest, largest_or_lowest
+from masksafe._core.linear import with_tangent_of
 from masksafe._core.masks import Weighting, read_mask, selected
 from masksafe._core.moments import nonzero_divisor, total_weight
 from masksafe._core.precision import widened
@@ -321,6 +323,7 @@ def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 
 @_keeping_sums
 def _log_probs(axes: Axes, x: Array, where: Array | None) -> Array:
+    x = with_tangent_of(computed_once(x), x)
     x_unmasked = selected(x, where, -jnp.inf)
     wide, largest = widened(x_unmasked), largest_or_lowest(x_unmasked, axes)
     _, total = _exponentials(axes, wide, largest)

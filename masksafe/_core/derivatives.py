@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import platforms
-from masksafe._core.linear import nan_unless_zero, times
+from masksafe._core.linear import nan_unless_zero, times, with_tangent_of
 from masksafe._core.masks import masks_rows, selected
 from masksafe._core.sharding import Shardings, are_whole, vary_alike, vary_with, zeros_of_types
 from masksafe._core.switches import may_compute_masked_rows, uses_plain_rules
@@ -222,17 +222,7 @@ def without_mask_of_rows(where: Array | None, axes: Axes, *arrays: Array) -> tup
 
 def masked_in_derivatives(x: Array, where: Array) -> Array:
     """`x` unchanged; only its derivatives, of any order, are replaced by 0 at masked elements."""
-    return _masked_in_derivatives(*vary_alike((x, where)))
-
-
-@jax.custom_jvp
-def _masked_in_derivatives(x: Array, where: Array) -> Array:
-    return x
-
-
-@_masked_in_derivatives.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
-    return _masked_in_derivatives(*primals), selected(tangents[0], primals[1])
+    return with_tangent_of(selected(x, where), x)
 
 
 def computed_once(x: Array) -> Array:

@@ -66,6 +66,24 @@ nan_unless_finite, _ = _as_linear(
 )
 
 
+# Linear in one of two arguments.
+
+
+def with_tangent_of(other: Array, value: Array) -> Array:
+    """`value`, with the tangent of another array, and so with all of its derivatives."""
+    return _with_tangent_of(*sharding.vary_alike((other, value)))
+
+
+@jax.custom_jvp
+def _with_tangent_of(other: Array, value: Array) -> Array:
+    return value
+
+
+@_with_tangent_of.defjvp
+def _tangent_of_other(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _with_tangent_of(*primals), tangents[0]
+
+
 # Linear in each of two arguments.
 
 

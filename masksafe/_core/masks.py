@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_array, as_real_array, at_rank_of, leading_axes_hint, message
-from masksafe._core.linear import finite_or_zero_both_ways
+from masksafe._core.linear import finite_or_zero_both_ways, with_tangent_of
 from masksafe._core.precision import widened
-from masksafe._core.sharding import vary_alike
 from masksafe._core.typing import Array, Axes
 
 
@@ -131,17 +130,6 @@ def weighting_of(x: Array, where: Array | None, weights: Array | None) -> tuple[
         has_no_weight = jnp.zeros_like(x, bool) | (wide == 0)  # split over devices like the elements
         searches = jax.config.jax_debug_nans  # type: ignore[attr-defined]
         with jax.debug_nans(False):  # a masked element may be NaN
-            x = _finite_in_derivatives(*vary_alike((x, has_no_weight)))
+            x = with_tangent_of(jnp.where(has_no_weight, finite_or_zero_both_ways(x), x), x)
             x = selected(x, where) if searches else x  # the reverse pass may keep the elements
     return x, Weighting(where, jnp.where(wide < 0, jnp.nan, wide))
-
-
-@jax.custom_jvp
-def _finite_in_derivatives(x: Array, has_no_weight: Array) -> Array:
-    return x
-
-
-@_finite_in_derivatives.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    d_x, has_no_weight = tangents[0], primals[1]
-    return _finite_in_derivatives(*primals), jnp.where(has_no_weight, finite_or_zero_both_ways(d_x), d_x)

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms, sharding, unfolded
+from masksafe._core.linear import with_tangent_of
 from masksafe._core.masks import Weighting, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Arrays, Axes, Tree
@@ -186,18 +187,8 @@ def moments(rows: Rows, x: Array, weighting: Weighting, *, about_zero: bool = Fa
     rounding = 8 * float(jnp.finfo(wide.dtype).eps)  # of sums of equal elements
     variance = square - (1 + rounding) * _product(error, error)
     nothing = 0 * jnp.real(error)  # NaN for a NaN, which XLA's maximum may lose on a CPU
-    return Moments(weight, centre, error, _at_least(variance, nothing))
-
-
-@jax.custom_jvp
-def _at_least(variance: Array, nothing: Array) -> Array:
-    """The variance, or 0 in place of a negative rounding error; its derivative is whole, also where it is 0."""
-    return jnp.maximum(variance, nothing)
-
-
-@_at_least.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return _at_least(*primals), tangents[0]
+    # 0 in place of a negative rounding error; the derivative is whole, also where the variance is 0.
+    return Moments(weight, centre, error, with_tangent_of(variance, jnp.maximum(variance, nothing)))
 
 
 def pull_back(

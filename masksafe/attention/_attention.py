@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from masksafe._core import platforms
 from masksafe._core.derivatives import rule_of_kernels
-from masksafe._core.linear import finite_or_zero, without_sign_of_zero
+from masksafe._core.linear import finite_or_zero, with_tangent_of, without_sign_of_zero
 from masksafe._core.masks import either
 from masksafe._core.per_device import along_devices
 from masksafe._core.precision import wide_dtype
@@ -91,15 +91,9 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
     return q * scale, finite_or_zero(dq) * scale + 0 * dq + finite_or_zero(q) * d_scale
 
 
-@jax.custom_jvp
 def _nan_as_infinity(x: Array) -> Array:
     """`x` with infinity for NaN, which is as bad, but under a mask no alarm; the derivative is the identity."""
-    return jnp.where(jnp.isnan(x), jnp.asarray(jnp.inf, x.dtype), x)
-
-
-@_nan_as_infinity.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return _nan_as_infinity(*primals), tangents[0]
+    return with_tangent_of(x, jnp.where(jnp.isnan(x), jnp.asarray(jnp.inf, x.dtype), x))
 
 
 def _attend_flattened(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -> tuple[Array, Array]:

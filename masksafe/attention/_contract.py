@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import jaxpr_as_fun
 
 from masksafe._core.derivatives import rule_of_kernels
-from masksafe._core.linear import finite_or_zero, without_sign_of_zero
+from masksafe._core.linear import finite_or_zero, with_tangent_of, without_sign_of_zero
 from masksafe._core.precision import wide_dtype
 from masksafe._core.typing import Array, DType
 from masksafe._core.unfolded import any_of
@@ -62,15 +62,9 @@ def is_good(x: Array, factor: float = 1.0) -> Array:
     return jnp.abs(x) <= x.dtype.type(largest(x.dtype, x.shape[-1], factor))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def cleaned(x: Array, factor: float = 1.0) -> Array:
     """`x` with 0 for bad elements; the derivative is the identity."""
-    return jnp.where(is_good(x, factor), x, x.dtype.type(0))
-
-
-@cleaned.defjvp
-def _(factor: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return cleaned(*primals, factor), tangents[0]
+    return with_tangent_of(x, jnp.where(is_good(x, factor), x, x.dtype.type(0)))
 
 
 def are_needed(do: Array, dlse: Array) -> Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms
-from masksafe._core.linear import without_sign_of_zero
+from masksafe._core.linear import with_tangent_of, without_sign_of_zero
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import may_loop
 from masksafe._core.soft_cap import soft_capped
@@ -100,7 +100,10 @@ class Formula(Kernel):
             x = soft_capped(times(x, plan.scales(queries)[1]), plan.soft_cap)
             if bias is not None:
                 x = jnp.maximum(x + cut(bias, OVER_PAIRS, {"t": tile, "s": seen}), lowest)  # -inf is masked
-            return x if limit is None else _limited(x, cut(limit, OVER_PAIRS, {"t": tile, "s": seen}))
+            if limit is None:
+                return x
+            # With the derivative of x: the softmax already gives masked logits none.
+            return with_tangent_of(x, jnp.minimum(x, cut(limit, OVER_PAIRS, {"t": tile, "s": seen})))
 
         def joined(results: list[Array]) -> Array:
             return queries_by_user(jnp.concatenate(results, 3) if len(results) > 1 else results[0])
@@ -111,17 +114,6 @@ class Formula(Kernel):
         # Otherwise XLA would write the logits to memory, for both uses.
         held = lax.optimization_barrier((queries, keys))
         return o, joined([jax.nn.logsumexp(logits(t, s, *held), -1, keepdims=True) for t, s in parts])[..., 0]
-
-
-@jax.custom_jvp
-def _limited(x: Array, limit: Array) -> Array:
-    """The minimum. Its derivative is the identity: the softmax already gives masked logits none."""
-    return jnp.minimum(x, limit)
-
-
-@_limited.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return _limited(*primals), tangents[0]
 
 
 def _dot(a: Array, b: Array) -> Array:
