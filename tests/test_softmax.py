@@ -69,6 +69,36 @@ def test_axes_are_those_of_rows(axis, masked):
     chex.assert_trees_all_close(values_and_gradients(axis)(X, where), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_pure_forward_mode_needs_no_context(name):
+    ours, theirs = OPS[name]
+    x, d_x = (np.random.default_rng(i).normal(size=X.shape).astype(np.float32) for i in (2, 3))
+    expected = jax.jvp(lambda x: theirs(x, -1, where=WHERE), (x,), (d_x,))
+    garbage = [np.where(WHERE, a, np.nan) for a in (x, d_x)]
+    actual = jax.jvp(lambda x: ours(x, -1, where=WHERE), *([a] for a in garbage))
+    reduces = name.endswith("exp")
+    for a, e in zip(actual, expected, strict=True):
+        chex.assert_trees_all_close(a if reduces else a[WHERE], e if reduces else e[WHERE], rtol=1e-5, atol=1e-6)
+    _, of_empty_rows = jax.jvp(lambda x: ours(x, -1, where=DEAD), *([a] for a in garbage))
+    assert not np.any(of_empty_rows[2, 3])
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_a_reverse_pass_keeps_one_array_and_the_mask(name):
+    """Of 16 bits: a wide array would be twice as large. In a loop over layers as well."""
+    op, _ = OPS[name]
+    x, where = jnp.ones((64, 256), jnp.bfloat16), jnp.ones((64, 256), bool)
+    size = lambda fn, *args: sum(a.nbytes for a in jax.tree.leaves(jax.vjp(fn, *args)[1]))  # noqa: E731
+    few = 16 * x.shape[0]  # bytes: some numbers for each row
+    assert size(lambda x: op(x, where=where), x) <= x.nbytes + where.nbytes + few
+
+    def layers(x):
+        layer = lambda x, _: (x + op(x, where=where).reshape(*x.shape[:1], -1), ())  # noqa: E731
+        return jax.lax.scan(layer, x, length=8)[0]
+
+    assert size(layers, x) <= 8 * (x.nbytes + where.nbytes + few) + x.nbytes
+
+
 @parametrize(("offset", "scale"), [(1e4, 1)], exhaustive=[(0, 1), (0, 15)])
 def test_the_error_is_at_most_twice_that_of_jax(offset, scale):
     rng = np.random.default_rng(0)

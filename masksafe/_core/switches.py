@@ -34,8 +34,9 @@ def forward_mode() -> Iterator[None]:
     """Context in which `jax.jvp`, `jax.linearize` and `jax.jacfwd` work through masksafe's ops.
 
     Outside the context most ops are `jax.custom_vjp` functions, which have the fastest reverse mode and `jax.hessian`
-    (forward over reverse), but no pure forward mode. Inside, JAX's own rules provide both modes, with the same values
-    and the same masks; reverse mode may use more memory. Jitted functions are traced again on entering.
+    (forward over reverse), but no pure forward mode; softmaxes, logsumexps and segment ops have it. Inside, JAX's own
+    rules provide both modes, with the same values and the same masks; reverse mode may use more memory. Jitted
+    functions are traced again on entering.
 
     One guarantee holds outside the context only: a row with a bad label or a NaN whose loss is replaced afterwards
     (`jnp.where(labels >= 0, loss, 0)`) has a gradient of 0. Inside, mask the row with `where`.
