@@ -313,7 +313,7 @@ def wide_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
 def _wide_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     x_unmasked = selected(x, where, -jnp.inf)
     sums = _exponentials(axes, widened(x_unmasked), finite_largest(x_unmasked, axes))
-    return (platforms.unfused_on_cpu(sums) if are_whole((x, where)) else sums).logarithm
+    return (platforms.unfused(sums, on="cpu") if are_whole((x, where)) else sums).logarithm
 
 
 @jitted(0)

@@ -68,21 +68,27 @@ def rule(
 def rule_of_kernels(
     forward: Callable[_Args, tuple[_Result, Pytree]],
     reverse: Callable[..., _Cotangents],
-    in_reverse: Callable[..., tuple[Pytree, ...]],
+    in_reverse: Callable[..., tuple[Pytree, ...]] | None = None,
     value: Callable[..., _Result] | None = None,
     plain: Callable[..., _Result] | None = None,
     in_plain_reverse: Callable[..., tuple[Pytree, Pytree]] | None = None,
 ) -> Callable[_Args, _Result]:
     """An op with a hand-written reverse rule, whose passes JAX need not be able to differentiate.
 
-    The derivatives of the passes, and all of forward mode, are those of `plain`, by default the output of `forward`.
-    `value` replaces `forward` where nothing is differentiated.
+    ==============================  ========================================================
+    what a program computes         function called
+    ==============================  ========================================================
+    the value alone                 `value`, by default the output of `forward`
+    the gradient                    `forward`; then `reverse` of what `in_reverse` returns
+    derivatives of these passes     `plain`, by default the output of `forward`
+    pure forward mode, checkify     `plain`
+    ==============================  ========================================================
 
     All functions take a static argument first. `in_reverse` and `reverse` take the other arguments as a tuple, the
-    residuals and the cotangent of the output. `in_reverse` returns the arguments for the reverse pass, and may mask in
-    them what the user has replaced after the op. `in_plain_reverse` returns these arguments and the cotangent, for the
-    derivatives of the reverse pass alone. If it is given, the plain form has no NaN of its own: its derivatives are NaN
-    where the results or the cotangents are.
+    residuals and the cotangent of the output. `in_reverse` returns the arguments for the reverse pass, by default
+    unchanged, and may mask in them what the user has replaced after the op. `in_plain_reverse` returns these arguments
+    and the cotangent, for the derivatives of the reverse pass alone. If it is given, the plain form has no NaN of its
+    own: its derivatives are NaN where the results or the cotangents are.
     """
     run: Callable[..., tuple[_Result, Pytree]] = forward
     op: Callable[..., _Result] = plain or (lambda *args: run(*args)[0])
@@ -116,7 +122,8 @@ def rule_of_kernels(
 
     def reverse_with_args(config: Pytree, saved: Pytree, d_output: Pytree) -> _Cotangents:
         args, residuals = saved
-        return marked(pull_back(config, in_reverse(config, args, residuals, d_output), residuals, d_output))
+        args = args if in_reverse is None else in_reverse(config, args, residuals, d_output)
+        return marked(pull_back(config, args, residuals, d_output))
 
     only_value = value or (lambda *args: evaluate(*args)[0])
     in_forward_mode = (lambda *args: marked(evaluate(*args)[0])) if in_plain_reverse else op
@@ -232,4 +239,4 @@ def computed_once(x: Array) -> Array:
     the cotangent transposed. XLA would compute it twice, once in each order, with all of its exponentials. For results
     of rows: XLA would compute all rows and their mean in one kernel, on one core.
     """
-    return platforms.unfused_on_cpu(x) if are_whole(x) else x
+    return platforms.unfused(x, on="cpu") if are_whole(x) else x

@@ -178,7 +178,7 @@ def moments(rows: Rows, x: Array, weighting: Weighting, *, about_zero: bool = Fa
     deviations = wide - centre
     # In groups XLA for GPUs would write deviations that both sums and a norm use to memory: one sum has its own.
     is_shared = rows.groups is None or weighting != (None, None)
-    own = deviations if is_shared else wide - platforms.unfused_on_gpu(centre)
+    own = deviations if is_shared else wide - platforms.unfused(centre, on="gpu")
     # A product, since XLA's compilers write a selection that two sums share to memory. The weight comes before the
     # square, which may overflow: infinity times 0 is NaN.
     own, terms = (weighted(d, where if weights is None else weights) for d in (own, deviations))

@@ -6,6 +6,7 @@ of the process.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
@@ -162,24 +163,22 @@ def chosen(
         yield
 
 
-def unfused(results: Tree) -> Tree:
-    """`results`, which XLA neither fuses with later operations nor shares with equal ones.
+def unfused(results: Tree, *, on: Literal["cpu", "gpu"] | None = None) -> Tree:
+    """`results`, which XLA neither fuses with later operations nor shares with equal ones, on one platform or all.
 
     On a CPU XLA would fuse the mean of all rows with the computation of each row, which makes it up to ten times as
     slow: XLA splits the work on rows between the cores, but not the work on one number.
     """
     # One barrier for each array: in shard_map the arrays of one barrier have to vary over the same axes.
-    return jax.tree.map(lax.optimization_barrier, results)
-
-
-def unfused_on_cpu(results: Tree) -> Tree:
-    """`unfused` in a program for a CPU."""
-    return on_cpu_or_elsewhere(unfused, lambda results: results, results)
-
-
-def unfused_on_gpu(results: Tree) -> Tree:
-    """`unfused` in a program for a GPU: for neither a CPU nor a TPU."""
-    return by_platform(unfused, results, **dict.fromkeys(("cpu", "tpu"), lambda results: results))
+    barrier = functools.partial(jax.tree.map, lax.optimization_barrier)
+    same = lambda results: results  # noqa: E731
+    match on:
+        case None:
+            return barrier(results)
+        case "cpu":
+            return on_cpu_or_elsewhere(barrier, same, results)
+        case "gpu":  # there are several platforms of GPUs
+            return by_platform(barrier, results, cpu=same, tpu=same)
 
 
 def by_platform(default: Callable[..., Tree], *args: Pytree, **branches: Callable[..., Tree]) -> Tree:

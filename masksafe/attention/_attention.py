@@ -201,7 +201,7 @@ def _in_plain_reverse(_: Plan, args: tuple[Operands, Pairs], results: Partial, d
     return _contract.in_plain_reverse(args, d, ~jnp.isfinite(o)[..., 0], (m == -jnp.inf)[..., 0])
 
 
-_in_blocks = rule_of_kernels(_forward, _reverse, lambda _, args, *__: args, _value, _plain, _in_plain_reverse)
+_in_blocks = rule_of_kernels(_forward, _reverse, None, _value, _plain, _in_plain_reverse)
 
 
 # The passes for the keys of one device, in the schedule of the platform.

@@ -232,7 +232,7 @@ def in_plain_reverse(args: tuple[Operands, Pairs], d: tuple[Array, Array], is_ba
     return (x, pairs._replace(unneeded=unneeded, showing=showing)), (do, dlse)
 
 
-_attend = rule_of_kernels(_forward, _reverse, lambda _, args, *__: args, _value, _plain, _in_plain_reverse)
+_attend = rule_of_kernels(_forward, _reverse, None, _value, _plain, _in_plain_reverse)
 
 
 _T = TypeVar("_T")

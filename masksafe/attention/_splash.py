@@ -193,7 +193,7 @@ def _in_plain_reverse(_: Config, args: tuple[Operands, Pairs], results: tuple[Ar
     return _contract.in_plain_reverse(args, d, jnp.isnan(results[1]), results[1] == -jnp.inf)
 
 
-_attend = rule_of_kernels(_forward, _reverse, lambda _, args, *__: args, _value, _plain, _in_plain_reverse)
+_attend = rule_of_kernels(_forward, _reverse, None, _value, _plain, _in_plain_reverse)
 
 
 # On one device. Arrays of the kernels are [B, heads, time, width], and time is a multiple of a block.

@@ -96,7 +96,7 @@ def _evaluate(norm: Norm, inputs: NormInputs, row_moments: Moments | None) -> Ar
 def _forward(norm: Norm, inputs: NormInputs, row_moments: Moments | None) -> tuple[Array, tuple[NormInputs, Moments]]:
     leading = norm.rows.leading(inputs.x.ndim)
     if row_moments is None and norm.rows.are_one_kernel(inputs.x, inputs.where):
-        row_moments = row_blocks.map_row_blocks(norm.moments, platforms.unfused_on_cpu(inputs), leading=leading)
+        row_moments = row_blocks.map_row_blocks(norm.moments, platforms.unfused(inputs, on="cpu"), leading=leading)
         # Moments as a second result would break the kernel up.
         return normalized(norm, inputs)[0], (inputs, row_moments)
     compute = functools.partial(normalized, norm)
@@ -108,7 +108,7 @@ def _reverse(norm: Norm, residuals: tuple[NormInputs, Moments], d_y: Array) -> t
     inputs, row_moments = residuals
     # For GPUs XLA would compute the moments again in each kernel, and write products with the deviations to memory. For
     # TPUs it computes result and gradient in one kernel, which shares the deviations if it shares the moments.
-    row_moments = platforms.unfused_on_gpu(row_moments)
+    row_moments = platforms.unfused(row_moments, on="gpu")
     parameters = inputs.scale, inputs.bias
     leading = norm.rows.leading(d_y.ndim)
     if any(p is not None and math.prod(p.shape[:leading]) != 1 for p in parameters):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import precision, sharding, unfolded
+from masksafe._core import platforms, precision, sharding, unfolded
 from masksafe._core.masks import selected
 from masksafe._core.tiles import add_to_part, divide, loop, take
 from masksafe._core.typing import Array, DType, Index, Pytree
@@ -105,7 +105,7 @@ def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile:
     if classes.number == 1:
         return d_kernel + matmul(features, d_logits, 0, 0)
     # Contracting the first axes of both takes a third longer. The barrier prevents XLA from undoing the transposition.
-    features_by_column = lax.optimization_barrier(features.T)
+    features_by_column = platforms.unfused(features.T)
 
     def add(j: Index, d_kernel: Array) -> Array:
         tile = classes.tile(j)
