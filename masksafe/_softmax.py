@@ -16,14 +16,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.derivatives import computed_once
 from masksafe._core.exponentials import Exponentials, finite_largest, largest_or_lowest
 from masksafe._core.linear import with_tangent_of
 from masksafe._core.masks import Weighting, read_mask, selected
 from masksafe._core.moments import nonzero_divisor, total_weight
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
-from masksafe._core.sharding import are_whole, vary_alike
+from masksafe._core.sharding import vary_alike
 from masksafe._core.switches import uses_plain_rules
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
 from masksafe._core.unfolded import any_of
@@ -313,7 +312,7 @@ def wide_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
 def _wide_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     x_unmasked = selected(x, where, -jnp.inf)
     sums = _exponentials(axes, widened(x_unmasked), finite_largest(x_unmasked, axes))
-    return (platforms.unfused(sums, on="cpu") if are_whole((x, where)) else sums).logarithm
+    return platforms.computed_once(sums).logarithm
 
 
 @jitted(0)
@@ -323,7 +322,7 @@ def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 
 @_keeping_sums
 def _log_probs(axes: Axes, x: Array, where: Array | None) -> Array:
-    x = with_tangent_of(computed_once(x), x)
+    x = with_tangent_of(platforms.computed_once(x), x)
     x_unmasked = selected(x, where, -jnp.inf)
     wide, largest = widened(x_unmasked), largest_or_lowest(x_unmasked, axes)
     _, total = _exponentials(axes, wide, largest)

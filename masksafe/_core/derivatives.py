@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core import platforms
 from masksafe._core.linear import nan_unless_zero, times, with_tangent_of
 from masksafe._core.masks import masks_rows, selected
-from masksafe._core.sharding import Shardings, are_whole, vary_alike, vary_with, zeros_of_types
+from masksafe._core.sharding import Shardings, vary_alike, vary_with, zeros_of_types
 from masksafe._core.switches import may_compute_masked_rows, uses_plain_rules
 from masksafe._core.typing import Array, Arrays, Axes, Function, Pytree, Tree, jitted
 
@@ -230,13 +229,3 @@ def without_mask_of_rows(where: Array | None, axes: Axes, *arrays: Array) -> tup
 def masked_in_derivatives(x: Array, where: Array) -> Array:
     """`x` unchanged; only its derivatives, of any order, are replaced by 0 at masked elements."""
     return with_tangent_of(selected(x, where), x)
-
-
-def computed_once(x: Array) -> Array:
-    """The array, which a program for a CPU writes to memory before anything uses it.
-
-    For a cotangent: after a matrix product with several axes of rows, one of the two products of the reverse pass reads
-    the cotangent transposed. XLA would compute it twice, once in each order, with all of its exponentials. For results
-    of rows: XLA would compute all rows and their mean in one kernel, on one core.
-    """
-    return platforms.unfused(x, on="cpu") if are_whole(x) else x

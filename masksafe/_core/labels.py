@@ -50,3 +50,14 @@ def class_index(shape: tuple[int, ...], axes: Axes | None = None) -> Array:
 def at_label(labels: Array, num_classes: int) -> Array:
     """`[..., num_classes]`, True at the label of each row; all False in a row whose label is out of range."""
     return class_index((*labels.shape, num_classes)).astype(labels.dtype) == labels[..., None]
+
+
+def at_labels(values: Array, labels: Array, axis_name: sharding.AxisName) -> Array:
+    """The value of the class of each label, from the values `[V]` of this device's classes; 0 out of range."""
+    here = sharding.Devices(axis_name).local(labels, values.size)
+    is_here = is_class(here, values.size)
+    index = jnp.where(is_here, here, 0)
+    out_sharding = jax.typeof(index).sharding if sharding.is_sharded(index) else None
+    at_index = sharding.gathered_along(values, 0).at[index]
+    found = at_index.get(mode="promise_in_bounds", out_sharding=out_sharding)
+    return sharding.Devices(axis_name).sum(jnp.where(is_here, found, 0))

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import checkify
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from masksafe._core import call_site, switches
+from masksafe._core import switches
 from masksafe._core.sharding import Devices, has_symbolic_size, is_sharded
 from masksafe._core.typing import Array, Pytree, Tree
 
@@ -86,7 +85,7 @@ def split_of(args: Pytree, names: Pytree) -> Split | None:
     """
     arrays = jax.tree.leaves(args)
     mesh = next((jax.typeof(x).sharding.mesh for x in arrays if is_sharded(x)), None)
-    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes or is_checkified():
+    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes or switches.is_checkified():
         return None
     if any(has_symbolic_size(x) or x.size == 0 for x in arrays):
         return None
@@ -124,11 +123,6 @@ def _manual_axes(mesh: AbstractMesh) -> Axes:
 
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit and is_free(axis))
-
-
-def is_checkified() -> bool:
-    """Whether `checkify.checkify` is tracing the call."""
-    return switches.label_check_mode() == "checkify" or call_site.innermost_of(checkify.checkify) is not None
 
 
 def along_devices(

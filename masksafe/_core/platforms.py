@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from masksafe._core import sharding
 from masksafe._core.typing import Array, Pytree, Tree
 
 
@@ -179,6 +180,16 @@ def unfused(results: Tree, *, on: Literal["cpu", "gpu"] | None = None) -> Tree:
             return on_cpu_or_elsewhere(barrier, same, results)
         case "gpu":  # there are several platforms of GPUs
             return by_platform(barrier, results, cpu=same, tpu=same)
+
+
+def computed_once(x: Tree) -> Tree:
+    """The arrays, which a program for a CPU writes to memory before anything uses them.
+
+    For a cotangent: after a matrix product with several axes of rows, one of the two products of the reverse pass reads
+    the cotangent transposed. XLA would compute it twice, once in each order, with all of its exponentials. For results
+    of rows: XLA would compute all rows and their mean in one kernel, on one core.
+    """
+    return unfused(x, on="cpu") if sharding.are_whole(x) else x
 
 
 def by_platform(default: Callable[..., Tree], *args: Pytree, **branches: Callable[..., Tree]) -> Tree:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from masksafe._core.typing import Array, ArrayLike, DType
 
@@ -58,3 +59,9 @@ def limits(dtype: DType) -> tuple[float, float]:
     if dtype == jnp.bool_:
         return False, True
     return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+
+
+def matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
+    """A matrix product, accumulated in the wide dtype."""
+    dimensions = (((axis_of_a,), (axis_of_b,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(b.dtype))

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 import jax
+from jax.experimental import checkify
 
+from masksafe._core import call_site
 from masksafe._core.arguments import as_choice
 
 LabelChecks = Literal["off", "checkify", "raise"]
@@ -173,3 +175,8 @@ def finds_nans() -> bool:
 def may_compute_masked_rows() -> bool:
     """Whether masked rows may be computed and dropped: JAX must not look at their NaN on the way."""
     return not (uses_plain_rules() or finds_nans())
+
+
+def is_checkified() -> bool:
+    """Whether `checkify.checkify` is tracing the call."""
+    return label_check_mode() == "checkify" or call_site.innermost_of(checkify.checkify) is not None

@@ -14,10 +14,10 @@ from masksafe._core import arguments, platforms, sharding
 from masksafe._core.arguments import message
 from masksafe._core.label_checks import nan_where_bad
 from masksafe._core.masks import as_mask, either
-from masksafe._core.per_device import is_checkified
 from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
+from masksafe._core.switches import is_checkified
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _arguments as check
 from masksafe.attention import _callable, _cudnn

@@ -18,10 +18,10 @@ from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction
 from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._rows import _arguments
-from masksafe.losses._rows._block_sizes import Options
 from masksafe.losses._rows._divergence import DIRECTIONS, Direction, Divergence, TopK, is_repeated
+from masksafe.losses._rows._linear_layer import LinearInputs
 from masksafe.losses._rows._linear_op import evaluate
-from masksafe.losses._rows._sources import LinearInputs
+from masksafe.losses._rows._options import Options
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
 

@@ -10,10 +10,10 @@ from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows import _arguments
 from masksafe.losses._rows._arguments import No, Yes
-from masksafe.losses._rows._block_sizes import Options
 from masksafe.losses._rows._cross_entropy import PREDICTIONS, CrossEntropy, Output
+from masksafe.losses._rows._linear_layer import LinearInputs
 from masksafe.losses._rows._linear_op import evaluate
-from masksafe.losses._rows._sources import LinearInputs
+from masksafe.losses._rows._options import Options
 
 _OP = "linear_log_probs"
 

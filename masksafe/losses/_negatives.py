@@ -27,7 +27,6 @@ from masksafe._core.derivatives import rule
 from masksafe._core.exponentials import Exponentials, shift_of
 from masksafe._core.tiles import even_size
 from masksafe._core.typing import Array, Pytree, Tree
-from masksafe.losses._rows._sources import matmul
 
 Reduction = Literal["logsumexp", "softplus"]
 
@@ -66,7 +65,7 @@ class PairSums(NamedTuple):
 
 def _logits(scaling: Scaling, rows: Side, columns: Side) -> tuple[Array, Array]:
     """The logits of a block, -inf except at negatives; and which pairs are negatives."""
-    z = matmul(rows.vectors, columns.vectors, 1, 1)
+    z = precision.matmul(rows.vectors, columns.vectors, 1, 1)
     z = z * scaling.scale.astype(z.dtype)
     z = z if scaling.bias is None else z + scaling.bias.astype(z.dtype)
     negative = rows.keys[:, None] != columns.keys[None]
@@ -96,7 +95,7 @@ def _product(d_z: Array, vectors: Array, axis: int) -> Array:
     It is in the dtype of the vectors; for float16 it is wide, so that cotangents of a mean do not vanish.
     """
     dtype = d_z.dtype if vectors.dtype == jnp.float16 else vectors.dtype
-    return matmul(d_z.astype(dtype), vectors.astype(dtype), axis, 0)
+    return precision.matmul(d_z.astype(dtype), vectors.astype(dtype), axis, 0)
 
 
 # Rows in blocks, with the columns of one device.

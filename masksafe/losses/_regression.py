@@ -8,8 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from masksafe._core import arguments, label_checks, row_blocks, unfolded
-from masksafe._core.derivatives import computed_once, elementwise, product
+from masksafe._core import arguments, label_checks, platforms, row_blocks, unfolded
+from masksafe._core.derivatives import elementwise, product
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.precision import promoted
 from masksafe._core.public_op import public_op
@@ -313,7 +313,7 @@ def _evaluate_cosine(
     unmasked_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)
     # In an empty row epsilon must have no effect either.
     epsilon = selected(jnp.asarray(epsilon, dot.dtype), unmasked_rows, 1)
-    similarity = computed_once(elementwise(_over_norms)(dot, square_a, square_b, epsilon))
+    similarity = platforms.computed_once(elementwise(_over_norms)(dot, square_a, square_b, epsilon))
     result = selected(1 - similarity if as_distance else similarity, unmasked_rows)
     return jnp.squeeze(result, axes).astype(dtype)
 

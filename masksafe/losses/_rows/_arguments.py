@@ -6,20 +6,19 @@ import numbers
 from collections.abc import Iterable
 from typing import Literal, TypedDict
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.arguments import as_bool, as_float_array, as_label_array, as_number, check_is_known, message
 from masksafe._core.derivatives import product
 from masksafe._core.label_checks import Range, check_elements, check_integer_labels
-from masksafe._core.labels import is_class
+from masksafe._core.labels import at_labels, is_class
 from masksafe._core.masks import as_mask, either
 from masksafe._core.precision import widened
-from masksafe._core.sharding import AxisName, Devices, gathered_along, is_sharded
+from masksafe._core.sharding import AxisName, Devices
 from masksafe._core.typing import Array, ArrayLike, Arrays
 from masksafe.losses._rows._cross_entropy import Output
-from masksafe.losses._rows._sources import Linear, LinearInputs
+from masksafe.losses._rows._linear_layer import Linear, LinearInputs
 
 Yes = Literal[True]  # of an argument that decides what is returned
 No = Literal[False]
@@ -109,17 +108,6 @@ def check_labels(op: str, inputs: LinearInputs, class_mask: Array | None, axis_n
         return bad
     is_unmasked = lambda labels: at_labels((~class_mask).astype(jnp.int32), labels, axis_name) == 0  # noqa: E731
     return either(bad, check_elements(op, labels, labels.shape, unmasked, is_unmasked, "at a masked class"))
-
-
-def at_labels(values: Array, labels: Array, axis_name: AxisName) -> Array:
-    """The value of the class of each label, from the values `[V]` of this device's classes; 0 out of range."""
-    here = Devices(axis_name).local(labels, values.size)
-    is_here = is_class(here, values.size)
-    index = jnp.where(is_here, here, 0)
-    out_sharding = jax.typeof(index).sharding if is_sharded(index) else None
-    at_index = gathered_along(values, 0).at[index]
-    found = at_index.get(mode="promise_in_bounds", out_sharding=out_sharding)
-    return Devices(axis_name).sum(jnp.where(is_here, found, 0))
 
 
 _MOST = float(jnp.finfo(jnp.float32).max)

@@ -23,13 +23,14 @@ from jax import lax
 from masksafe._core import sharding, unfolded
 from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
+from masksafe._core.precision import matmul
 from masksafe._core.tiles import loop
 from masksafe._core.typing import Array, Arrays, DType, Index, Pytree, Tree
-from masksafe.losses._rows._block_sizes import Options, Sizes
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._formula import LogitPart
+from masksafe.losses._rows._linear_layer import Linear, LinearInputs
+from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._packing import Packed
-from masksafe.losses._rows._sources import Linear, LinearInputs, matmul
 
 
 class _ClassTile(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from masksafe._core import platforms, row_blocks, sharding, tiles, unfolded
-from masksafe._core.derivatives import computed_once, rule_of_kernels
+from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.labels import is_soft
 from masksafe._core.masks import both, masks_rows, selected
 from masksafe._core.precision import wide_dtype, widened
@@ -154,7 +154,7 @@ def _reverse(config: RowLoss, args: _Args, residuals: _Residuals, d_outputs: Arr
     part = config.part(x, labels, where, _weights_at_rank(inputs))._replace(label=None)
     d_x, d_t = formula.d_part(part, d_sums, computed_again=False)
     # Selected once more after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
-    d_logits = computed_once(from_rows(config.axes, inputs.logits, selected(d_x, where)))
+    d_logits = platforms.computed_once(from_rows(config.axes, inputs.logits, selected(d_x, where)))
     if d_t is None:
         return Labelled(d_logits, None, None), None
     (d,) = d_rows

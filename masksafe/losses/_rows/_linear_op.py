@@ -23,10 +23,10 @@ from masksafe._core.masks import both, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Arrays, Pytree, jitted
 from masksafe.losses._rows import _class_tiles, _token_blocks
-from masksafe.losses._rows._block_sizes import Options, Sizes
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._formula import nan_if_bad
-from masksafe.losses._rows._sources import Linear, LinearInputs, as_rows
+from masksafe.losses._rows._linear_layer import Linear, LinearInputs, as_rows
+from masksafe.losses._rows._options import Options, Sizes
 
 _Args = tuple[LinearInputs, Arrays | None]  # the inputs and the weights
 

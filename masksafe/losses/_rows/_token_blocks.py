@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from masksafe._core.masks import selected
+from masksafe._core.precision import matmul
 from masksafe._core.sharding import vary_with
 from masksafe._core.tiles import loop
 from masksafe._core.typing import Array, Arrays, Index, Pytree
-from masksafe.losses._rows._block_sizes import Options, Sizes
+from masksafe.losses._rows._linear_layer import Linear, LinearInputs, add_to_kernel
+from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._packing import Packed, TokenBlock
-from masksafe.losses._rows._sources import Linear, LinearInputs, add_to_kernel, matmul
 
 _State = tuple[Pytree, tuple[Linear, ...]]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from masksafe._core import platforms, sharding
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._divergence import Divergence
-from masksafe.losses._rows._sources import LinearInputs
+from masksafe.losses._rows._linear_layer import LinearInputs
 
 
 class Sizes(NamedTuple):

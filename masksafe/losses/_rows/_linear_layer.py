@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from masksafe._core import platforms, precision, sharding, unfolded
 from masksafe._core.masks import selected
@@ -29,7 +28,7 @@ class Linear(NamedTuple):
 
     def logits(self, dtype: DType) -> Array:
         """The logits of features and a kernel of the same dtype."""
-        logits = matmul(self.features, self.kernel, self.features.ndim - 1, 0).astype(dtype)
+        logits = precision.matmul(self.features, self.kernel, self.features.ndim - 1, 0).astype(dtype)
         if self.kernel.shape[0] == 0:  # empty products are constants, whose sums XLA would compute while it compiles
             logits += unfolded.unknown(0, dtype)
         if self.bias is None:
@@ -103,7 +102,7 @@ def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile:
     """`d_kernel + features.T @ d_logits`, in tiles of the classes."""
     classes = divide(d_logits.shape[-1], class_tile)
     if classes.number == 1:
-        return d_kernel + matmul(features, d_logits, 0, 0)
+        return d_kernel + precision.matmul(features, d_logits, 0, 0)
     # Contracting the first axes of both takes a third longer. The barrier prevents XLA from undoing the transposition.
     features_by_column = platforms.unfused(features.T)
 
@@ -112,12 +111,6 @@ def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile:
         part = take(d_logits, 1, tile)
         if tile.is_ragged:
             part = jnp.where((tile.start + jnp.arange(tile.size, dtype=jnp.int32) >= tile.first)[None], part, 0)
-        return add_to_part(d_kernel, matmul(features_by_column, part, 1, 0), {1: (tile.start, tile.size)})
+        return add_to_part(d_kernel, precision.matmul(features_by_column, part, 1, 0), {1: (tile.start, tile.size)})
 
     return loop(0, classes.number, add, d_kernel)
-
-
-def matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
-    """A matrix product, accumulated in the wide dtype."""
-    dimensions = (((axis_of_a,), (axis_of_b,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=precision.wide_dtype(b.dtype))
