@@ -12,19 +12,17 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.exponentials import Exponentials, finite_largest, largest_or_lowest
-from masksafe._core.linear import with_tangent_of
 from masksafe._core.masks import Weighting, read_mask, selected
 from masksafe._core.moments import nonzero_divisor, total_weight
-from masksafe._core.precision import widened
+from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import vary_alike
 from masksafe._core.switches import uses_plain_rules
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
+from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, Axis, Pytree, jitted
 from masksafe._core.unfolded import any_of
 
 
@@ -290,44 +288,22 @@ def _signed_logsumexp(
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
-_SUMS = "sums of masksafe's softmax"
-# A reverse pass keeps `x`, the mask and the sums of each row, and computes the exponentials again.
-_keeping_sums = functools.partial(
-    jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(_SUMS), static_argnums=(0,)
-)
-
-
-def _exponentials(axes: Axes, x: Array, largest: Array) -> Exponentials:
-    total = jnp.sum(jnp.exp(x - largest), axes, keepdims=True)
-    return Exponentials(*(checkpoint_name(sums, _SUMS) for sums in (largest, total)))
+# What a derivative needs is kept by a checkpoint, which computes the exponentials again: of a result and its mask, or
+# of `x`, its mask and sums of rows. Otherwise a reverse pass would keep two wide arrays.
+_again = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 @jitted(0)
 def wide_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     """The logsumexp in the wide dtype; the axes stay, with size 1."""
-    return _wide_logsumexp(axes, *vary_alike((x, where)))
+    x, where = vary_alike((x, where))
 
+    @_again
+    def total(x: Array, where: Array | None, largest: Array) -> Array:
+        return jnp.sum(jnp.exp(widened(selected(x, where, -jnp.inf)) - largest), axes, keepdims=True)
 
-@_keeping_sums
-def _wide_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
-    x_unmasked = selected(x, where, -jnp.inf)
-    sums = _exponentials(axes, widened(x_unmasked), finite_largest(x_unmasked, axes))
-    return platforms.computed_once(sums).logarithm
-
-
-@jitted(0)
-def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    return _log_probs(axes, *vary_alike((x, where)))
-
-
-@_keeping_sums
-def _log_probs(axes: Axes, x: Array, where: Array | None) -> Array:
-    x = with_tangent_of(platforms.computed_once(x), x)
-    x_unmasked = selected(x, where, -jnp.inf)
-    wide, largest = widened(x_unmasked), largest_or_lowest(x_unmasked, axes)
-    _, total = _exponentials(axes, wide, largest)
-    log_probs = wide - largest - jnp.log(_unless_empty(total, axes, where))
-    return selected(log_probs, where, -jnp.inf).astype(x.dtype)
+    largest = finite_largest(selected(x, where, -jnp.inf), axes)
+    return platforms.computed_once(Exponentials(largest, total(x, where, largest))).logarithm
 
 
 def _unless_empty(total: Array, axes: Axes, where: Array | None) -> Array:
@@ -335,6 +311,42 @@ def _unless_empty(total: Array, axes: Axes, where: Array | None) -> Array:
     if where is None or not uses_plain_rules():
         return total
     return jnp.where(any_of(where, axes, keepdims=True), total, 1)
+
+
+@jitted(0)
+def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
+    return _log_probs(axes, *vary_alike((x, where)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _log_probs(axes: Axes, x: Array, where: Array | None) -> Array:
+    return selected(_minus(x, where, _shifts(axes, x, where)), where, -jnp.inf).astype(x.dtype)
+
+
+def _shifts(axes: Axes, x: Array, where: Array | None) -> Arrays:
+    """The two terms of the logsumexp of each row, which are subtracted in turn: their sum would lose digits."""
+    largest = largest_or_lowest(selected(x, where, -jnp.inf), axes)
+    total = jnp.sum(jnp.exp(_minus(x, where, (largest,))), axes, keepdims=True)
+    return largest, jnp.log(_unless_empty(total, axes, where))
+
+
+def _minus(x: Array, where: Array | None, shifts: Arrays) -> Array:
+    return functools.reduce(jnp.subtract, shifts, widened(selected(x, where, -jnp.inf)))
+
+
+@_log_probs.defjvp
+def _(axes: Axes, primals: tuple[Array, Array | None], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
+    (x, where), log_probs = primals, _log_probs(axes, *primals)
+    # Exponentials of rounded logarithms would lose digits.
+    kept, shifts = (log_probs, ()) if x.dtype == wide_dtype(x.dtype) else (x, _shifts(axes, x, where))
+
+    @_again
+    def d_log_probs(kept: Array, where: Array | None, shifts: Arrays, d_x: Array) -> Array:
+        d_x = selected(widened(d_x), where)
+        mean = jnp.sum(jnp.exp(_minus(kept, where, shifts)) * d_x, axes, keepdims=True)
+        return selected(d_x - mean, where).astype(x.dtype)
+
+    return log_probs, d_log_probs(kept, where, shifts, platforms.computed_once(tangents[0]))
 
 
 @jitted(0)
@@ -354,8 +366,7 @@ def _probs(axes: Axes, x: Array, where: Array | None) -> Array:
 def _(axes: Axes, primals: tuple[Array, Array | None], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
     probs, where = _probs(axes, *primals), primals[1]
 
-    # A checkpoint, so that a reverse pass keeps the result and the mask, rather than two wide arrays.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
+    @_again
     def d_probs(probs: Array, where: Array | None, d_x: Array) -> Array:
         p = widened(probs)
         terms = p * selected(widened(d_x), where)
