@@ -23,7 +23,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.sharding import vary_alike
 from masksafe._core.switches import uses_plain_rules
 from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, Axis, Pytree, jitted
-from masksafe._core.unfolded import any_of
+from masksafe._core.unfolded import any_of, unknown
 
 
 @overload
@@ -233,8 +233,8 @@ def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
 
 
 # The cores. Reductions keep their axes. Masked elements are -inf before anything is computed, so that no derivative
-# reaches them. The reverse rules select after their products as well, since a cotangent may be infinite and 0 * inf is
-# NaN.
+# reaches them. The derivative rules select tangents before a product, and its result after it: so does the reverse pass
+# with cotangents, which may be infinite, and 0 * inf is NaN.
 
 
 @jitted(0, 1, 2)
@@ -288,9 +288,9 @@ def _signed_logsumexp(
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
-# What a derivative needs is kept by a checkpoint, which computes the exponentials again: of a result and its mask, or
-# of `x`, its mask and sums of rows. Otherwise a reverse pass would keep two wide arrays.
-_again = functools.partial(jax.checkpoint, prevent_cse=False)
+# Decorates a function of which a reverse pass keeps the arguments alone: a result and its mask, or `x`, its mask and
+# sums of rows. Otherwise it would keep two wide arrays.
+_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 @jitted(0)
@@ -298,7 +298,7 @@ def wide_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     """The logsumexp in the wide dtype; the axes stay, with size 1."""
     x, where = vary_alike((x, where))
 
-    @_again
+    @_recomputed
     def total(x: Array, where: Array | None, largest: Array) -> Array:
         return jnp.sum(jnp.exp(widened(selected(x, where, -jnp.inf)) - largest), axes, keepdims=True)
 
@@ -340,11 +340,12 @@ def _(axes: Axes, primals: tuple[Array, Array | None], tangents: tuple[Array, Py
     # Exponentials of rounded logarithms would lose digits.
     kept, shifts = (log_probs, ()) if x.dtype == wide_dtype(x.dtype) else (x, _shifts(axes, x, where))
 
-    @_again
+    @_recomputed
     def d_log_probs(kept: Array, where: Array | None, shifts: Arrays, d_x: Array) -> Array:
         d_x = selected(widened(d_x), where)
         mean = jnp.sum(jnp.exp(_minus(kept, where, shifts)) * d_x, axes, keepdims=True)
-        return selected(d_x - mean, where).astype(x.dtype)
+        # Times an unknown 1: in the reverse pass XLA would add up constant cotangents while it compiles.
+        return selected((d_x - mean) * unknown(1, mean.dtype), where).astype(x.dtype)
 
     return log_probs, d_log_probs(kept, where, shifts, platforms.computed_once(tangents[0]))
 
@@ -366,7 +367,7 @@ def _probs(axes: Axes, x: Array, where: Array | None) -> Array:
 def _(axes: Axes, primals: tuple[Array, Array | None], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
     probs, where = _probs(axes, *primals), primals[1]
 
-    @_again
+    @_recomputed
     def d_probs(probs: Array, where: Array | None, d_x: Array) -> Array:
         p = widened(probs)
         terms = p * selected(widened(d_x), where)

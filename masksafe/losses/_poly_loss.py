@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, precision
-from masksafe._core.masks import read_mask
+from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, DType, jitted
 from masksafe.losses import _layout
@@ -83,7 +83,8 @@ def _evaluate(
     logits, labels = _layout.broadcast_widened(logits, shape), _layout.broadcast_widened(labels, shape)
     mask = None if mask is None else jnp.expand_dims(mask, range(more))
     epsilon = epsilon.astype(precision.wide_dtype(jnp.promote_types(logits.dtype, labels.dtype)))
-    epsilon = jnp.broadcast_to(epsilon, rows)
+    # Selected for the sake of checkify, which would report a NaN on its way to a masked loss.
+    epsilon = selected(jnp.broadcast_to(epsilon, rows), _layout.find_unmasked_rows(mask, axes))
     config = RowLoss(TargetCrossEntropy(), axes)
     (losses,) = outputs_of_rows(config, Labelled(logits, labels, mask), epsilon.reshape(*rows, 1))
     return label_checks.nan_where_bad(losses.astype(dtype), bad_rows)

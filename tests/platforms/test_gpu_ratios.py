@@ -69,7 +69,7 @@ OF_PAIRS = {"info_nce_loss": (1.28, 1.18, 0.99), "sigmoid_contrastive_loss": (1.
 
 
 def is_of_one_form(of):
-    """Whether the dtype is that which a case with this mask has if it has one: each op has both, and half the cases."""
+    """Whether a case has the dtype of its mask: float32 without one, bfloat16 with one. So half of the cases remain."""
     return of.dtype == (F32 if of.mask == "none" else BF16)
 
 

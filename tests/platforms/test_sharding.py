@@ -129,7 +129,7 @@ def compiled_for_many(target, kind, fn, args):
         return compile_for(target, fn, *shapes)
 
 
-# What an explicit mesh has that an automatic one has not is the type of an array: those whose arrays change it most.
+# On an explicit mesh the type of an array says how it is split. These splits change the types most.
 EXPLICIT_TOO = {"integer, rows, mean", "layer norm, rows", "attention, heads", "one-hot, classes", "linear, classes"}
 
 

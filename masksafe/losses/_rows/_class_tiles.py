@@ -104,7 +104,7 @@ def gradients(
         packed = Packed.of(number, unmasked, sizes.token_block)
     d_sums = formula.d_sums(rows, inputs.data, classes.number, d_outputs)
     features, labels, d_sums = packed.packed((layer.features, classes.local(inputs.data), d_sums))
-    # 0 at repeated tokens, except for the shift: relative to another shift an exponential may be infinite.
+    # 0 at repeated tokens, except for the largest x: relative to another one an exponential may be infinite.
     valid = jax.tree.map(lambda x: selected(x, packed.valid), d_sums)._replace(largest=d_sums.largest)
     operands = features, labels, valid
     first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since it is the same for all

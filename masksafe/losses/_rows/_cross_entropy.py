@@ -109,7 +109,7 @@ class CrossEntropy(RowFormula):
     def terms(self, part: LogitPart, x: Array, shift: Array) -> LabelSums:
         z = self._over_temperature(x - shift)  # divided after the subtraction, as in `Exponentials`
         others = self._terms(z, part.class_weights, part.unmasked)
-        return LabelSums(None, jnp.exp(z), None, **{name: selected(x, part.unmasked) for name, x in others.items()})
+        return LabelSums(None, jnp.exp(z), None, **{name: selected(a, part.unmasked) for name, a in others.items()})
 
     def completed(self, sums: LabelSums, part: LogitPart, x: Array) -> LabelSums:
         if part.label is None:
@@ -124,28 +124,6 @@ class CrossEntropy(RowFormula):
         sums = super().sums_of_each(part)
         sums = sums._replace(label=jnp.where(part.is_label, self.x(part.logits), 0.0))
         return sums._replace(best=_classes_where(sums.total > 0, part.first)) if "prediction" in self.names else sums
-
-    def of_terms(self, sums: LabelSums) -> LabelSums:
-        return sums._replace(largest=None, label=None)
-
-    def d_sums(self, sums: LabelSums, labels: Array, classes: int, d_outputs: Arrays) -> LabelSums:
-        """That of the label is all of the cotangent of the x at the label, but for what class weights add to it."""
-        d_sums = super().d_sums(sums, labels, classes, d_outputs)
-        if not {"cross_entropy", "log_prob"}.intersection(self.names):
-            return d_sums._replace(label=None)
-        without_weights = d_sums._replace(weighted=jax.tree.map(jnp.zeros_like, d_sums.weighted), number=None)
-        d_label, _ = self.d_terms(LogitPart(sums.label), sums.label, without_weights)
-        return d_sums._replace(label=d_sums.label + d_label)
-
-    def with_label(self, d_x: Array, part: LogitPart, d_sums: LabelSums) -> Array:
-        if d_sums.label is None:
-            return d_x
-        d_label = d_sums.label
-        if d_sums.weighted is not None:
-            d_label += self._over_temperature(_weighted(d_sums.weighted, part.class_weights, part.unmasked))
-        # Selected: in a sum, XLA's compiler for GPUs cannot compute it within a matrix product, and writes it to memory
-        # once more (jax 0.12, linear cross-entropy: 1.34 times the bytes).
-        return jnp.where(part.is_label, d_label, d_x)
 
     def _terms(self, z: Array, class_weights: Array | None, unmasked: Array | None = None) -> dict[str, Array]:
         """The terms of the other sums, by name."""
@@ -192,6 +170,8 @@ class CrossEntropy(RowFormula):
             moved = moved._replace(spread=factor * (sums.spread + sums.total * jnp.maximum(step, _FAR)))
         return moved
 
+    # The outputs.
+
     def outputs(self, sums: LabelSums, classes: int) -> Arrays:
         log_total = jnp.log(sums.total)
 
@@ -226,6 +206,30 @@ class CrossEntropy(RowFormula):
 
     def _logsumexp(self, sums: LabelSums) -> Array:
         return self._over_temperature(sums.largest) + jnp.log(sums.total)
+
+    # Their derivatives.
+
+    def of_terms(self, sums: LabelSums) -> LabelSums:
+        return sums._replace(largest=None, label=None)
+
+    def d_sums(self, sums: LabelSums, labels: Array, classes: int, d_outputs: Arrays) -> LabelSums:
+        """That of the label is all of the cotangent of the x at the label, but for what class weights add to it."""
+        d_sums = super().d_sums(sums, labels, classes, d_outputs)
+        if not {"cross_entropy", "log_prob"}.intersection(self.names):
+            return d_sums._replace(label=None)
+        without_weights = d_sums._replace(weighted=jax.tree.map(jnp.zeros_like, d_sums.weighted), number=None)
+        d_label, _ = self.d_terms(LogitPart(sums.label), sums.label, without_weights)
+        return d_sums._replace(label=d_sums.label + d_label)
+
+    def with_label(self, d_x: Array, part: LogitPart, d_sums: LabelSums) -> Array:
+        if d_sums.label is None:
+            return d_x
+        d_label = d_sums.label
+        if d_sums.weighted is not None:
+            d_label += self._over_temperature(_weighted(d_sums.weighted, part.class_weights, part.unmasked))
+        # Selected: in a sum, XLA's compiler for GPUs cannot compute it within a matrix product, and writes it to memory
+        # once more (jax 0.12, linear cross-entropy: 1.34 times the bytes).
+        return jnp.where(part.is_label, d_label, d_x)
 
     # For linear layers.
 
@@ -337,6 +341,7 @@ class TargetCrossEntropy(RowFormula):
     def terms(self, part: LogitPart, x: Array, shift: Array) -> TargetSums:
         t = widened(selected(part.targets, part.unmasked))
         dtype = jnp.promote_types(x.dtype, t.dtype)
+        # Times an unknown 1: XLA would add up constant targets while it compiles.
         z, t = x.astype(dtype) - shift.astype(dtype), t.astype(dtype) * unfolded.unknown(1, dtype)
         is_absent = (t == 0) & (z == -jnp.inf)  # it adds nothing, by the convention 0 log 0 = 0
         exps, product = jnp.exp(z), t * jnp.where(is_absent, 0, z)

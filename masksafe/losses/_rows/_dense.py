@@ -28,8 +28,9 @@ class RowLoss(NamedTuple):
     formula: CrossEntropy | TargetCrossEntropy
     axes: Axes  # of the classes
     axis_name: str | None = None  # the mesh axis over which the classes are split
-    # Whether the logit of the label is looked up: the derivative is a scatter, which checkify cannot check.
-    looks_up: bool = True
+    # Whether JAX differentiates what is computed. Then the logit of the label is not looked up, since checkify cannot
+    # check the derivative, a scatter; and masked rows are selected before anything is computed.
+    is_plain: bool = False
 
     def part(self, x: Array, labels: Array, where: Array | None, weights: Array | None) -> LogitPart:
         """Some rows, with labels or targets, and the weights of the classes at the rank of the rows."""
@@ -38,9 +39,9 @@ class RowLoss(NamedTuple):
         else:
             weights = None if weights is None else jnp.squeeze(weights, tuple(range(weights.ndim - 1)))
             part = logit_part(x, labels, Classes(x.shape[-1], self.axis_name, weights))
-            part = part._replace(label=labels if self.looks_up and self.axis_name is None else None)
+            part = part._replace(label=None if self.is_plain or self.axis_name is not None else labels)
         # A mask of rows is applied to their outputs, except in JAX's own derivatives, where masked logits give a NaN.
-        masks_whole_rows = self.looks_up and masks_rows(where, (-1,))
+        masks_whole_rows = not self.is_plain and masks_rows(where, (-1,))
         return part._replace(unmasked_rows=where) if masks_whole_rows else part._replace(unmasked=where)
 
 
@@ -63,7 +64,7 @@ def _forward(
         sums = row_blocks.map_row_blocks(lambda *rows: formula.sums(config.part(*rows)), *rows)
     sums = formula.add_devices(classes, sums)
     cleaned = jax.tree.map(lambda x: selected(x, unmasked), sums)._replace(total=selected(sums.total, unmasked, 1))
-    if config.looks_up:  # the rule selects later, in fewer passes
+    if not config.is_plain:  # the rule selects later, in fewer passes
         cleaned = cleaned._replace(largest=sums.largest)
     outputs = nan_if_bad(formula, formula.outputs(cleaned, classes.number), rows[1], classes.number)
     outputs = tuple(selected(output, unmasked).squeeze(-1) for output in outputs)
@@ -101,14 +102,14 @@ def _is_one_kernel(value_alone: bool, where: Array | None, *rows: Array) -> bool
     return not value_alone or sum(x.shape[-1] for x in rows) <= choices.longest_row_of_kernels
 
 
-# The value of targets: one kernel of the textbook's formula, which is looked at and repaired.
+# The value. That of targets may be one kernel of the textbook's formula, which is looked at and repaired.
 
 
 def _value(config: RowLoss, inputs: Labelled, number: Array | None) -> Arrays:
     if is_soft(inputs.labels) and _is_loss_one_kernel(config, inputs):
         kernel = functools.partial(_loss_in_one_kernel, config)
         return platforms.on_cpu_or_elsewhere(kernel, functools.partial(_value_by_rows, config), inputs, number)
-    return platforms.unfused(_forward(config, inputs, number, value_alone=True)[0], on="cpu")
+    return platforms.unfused(_value_by_rows(config, inputs, number), on="cpu")
 
 
 def _is_loss_one_kernel(config: RowLoss, inputs: Labelled) -> bool:
@@ -161,7 +162,7 @@ def _reverse(config: RowLoss, args: _Args, residuals: _Residuals, d_outputs: Arr
     d_t = selected(jnp.where((jnp.abs(d_t) < jnp.inf) | (d != 0), d_t, 0), where)
     d_epsilon = None
     if number is not None:
-        d_epsilon = jnp.where(d == 0, 0, selected(sums.catchable - sums.caught / sums.total, unmasked) * d)
+        d_epsilon = jnp.where(d == 0, 0, selected((sums.catchable - sums.caught / sums.total) * d, unmasked))
     return Labelled(d_logits, from_rows(config.axes, inputs.labels, d_t), None), d_epsilon
 
 
@@ -171,5 +172,5 @@ outputs_of_rows = rule_of_kernels(
     _reverse,
     _in_reverse,
     value=_value,
-    plain=lambda config, *args: _forward(config._replace(looks_up=False), *args)[0],
+    plain=lambda config, *args: _forward(config._replace(is_plain=True), *args)[0],
 )

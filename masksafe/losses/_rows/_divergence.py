@@ -17,7 +17,7 @@ more, the logsumexp of all other classes: a divergence of k or k + 1 classes.
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +54,7 @@ class TopK(NamedTuple):
 class DivergenceSums(NamedTuple):
     """The sums over the classes of each row `[..., 1]`."""
 
-    teacher: Exponentials
-    student: Exponentials
-    divergences: Arrays  # KL(p || q), KL(q || p), or both of which JS consists
-    rest: Exponentials | None = None  # over the student's classes besides the teacher's k, if they count as a class
-    valid: Any = None  # 1, or NaN if the teacher's k classes are bad
+    divergence: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +88,7 @@ class Divergence:
         return jax.tree.map(functools.partial(jnp.where, unmasked), data, harmless)
 
     def empty_sums(self, zero: Array) -> DivergenceSums:
-        none = Exponentials(zero, zero)
-        divergences = (zero,) * (2 if self.direction == JENSEN_SHANNON else 1)
-        rest, valid = none if self.with_rest else None, zero if self.has_top_k else None
-        return DivergenceSums(none, none, divergences, rest, valid)
+        return DivergenceSums(zero)
 
     def sums_of(self, logits: Arrays, data: Pytree, classes: Classes, tile_size: int) -> DivergenceSums:
         if self.has_top_k:
@@ -105,26 +98,23 @@ class Divergence:
                 rest = Exponentials.of(_with_classes(x, targets, -jnp.inf), temperature=self.temperature)
             student, teacher = self._few_classes(x, targets, rest)
         else:
-            (student, teacher), rest, valid = logits, None, None
-        teacher_sums = Exponentials.of(teacher, temperature=self._teacher_temperature)
-        student_sums = Exponentials.of(student, temperature=self.temperature)
-        log_p, log_q = self._log_softmaxes(teacher, student, teacher_sums, student_sums)
+            (student, teacher), valid = logits, None
+        log_p, log_q = (_log_softmax(teacher, self._teacher_temperature), _log_softmax(student, self.temperature))
         if self.direction == FORWARD:
-            divergences = [_kl(log_p, log_q)]
+            divergence = _kl(log_p, log_q)
         elif self.direction == REVERSE:
-            divergences = [_kl(log_q, log_p)]
+            divergence = _kl(log_q, log_p)
         else:
             log_m = self._log_mixture(log_p, log_q)
-            divergences = [_kl(log_p, log_m), _kl(log_q, log_m)]
-        return DivergenceSums(teacher_sums, student_sums, tuple(divergences), rest, valid)
+            divergence = self.beta * _kl(log_p, log_m) + (1 - self.beta) * _kl(log_q, log_m)
+        return DivergenceSums(divergence if valid is None else divergence * valid)
 
     def outputs(self, sums: DivergenceSums, classes: int) -> Arrays:
-        divergence, *second = sums.divergences
-        if second:
-            divergence = self.beta * divergence + (1 - self.beta) * second[0]
-        return (divergence if sums.valid is None else divergence * sums.valid,)
+        return (sums.divergence,)
 
-    def cotangents(self, logits: Arrays, data: Pytree, classes: Classes, sums: Any, d_outputs: Arrays) -> Arrays:
+    def cotangents(
+        self, logits: Arrays, data: Pytree, classes: Classes, _: DivergenceSums, d_outputs: Arrays
+    ) -> Arrays:
         others = logits[self.gradients :]
         outputs = lambda *logits: self.plain_outputs((*logits, *others), data, classes)  # noqa: E731
         found, pull_back = jax.vjp(outputs, *logits[: self.gradients])
@@ -146,12 +136,6 @@ class Divergence:
     def _teacher_temperature(self) -> float:
         """The temperature of the teacher's logits; logarithms of probabilities are not divided."""
         return 1.0 if self.has_top_k else self.temperature
-
-    def _log_softmaxes(
-        self, teacher: Array, student: Array, teacher_sums: Exponentials, student_sums: Exponentials
-    ) -> tuple[Array, Array]:
-        log_p = over(teacher - teacher_sums.largest, self._teacher_temperature) - jnp.log(teacher_sums.total)
-        return log_p, over(student - student_sums.largest, self.temperature) - jnp.log(student_sums.total)
 
     def _top_k(self, logits: Array, targets: TopK) -> tuple[Array, TopK, Array]:
         """The student's rows, the targets with classes in range, and NaN for rows with a bad or repeated class.
@@ -180,6 +164,11 @@ class Divergence:
         missing = jnp.maximum(1 - jnp.sum(jnp.exp(teacher), -1, keepdims=True), least)
         missing_logit = jnp.where(is_any, jnp.log(missing), -jnp.inf)
         return jnp.concatenate([student, other_logit], -1), jnp.concatenate([teacher, missing_logit], -1)
+
+
+def _log_softmax(x: Array, temperature: float) -> Array:
+    sums = Exponentials.of(x, temperature=temperature)
+    return over(x - sums.largest, temperature) - jnp.log(sums.total)
 
 
 def _kl(log_p: Array, log_q: Array) -> Array:

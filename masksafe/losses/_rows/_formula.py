@@ -3,9 +3,9 @@ r"""A loss of rows of logits is stated once: the terms of each class, and the ou
 .. math::
   m = \max_c x_c, \qquad S = \sum_c \mathrm{terms}(x_c - m), \qquad \text{outputs}(S)
 
-No output depends on :math:`m`, which is a constant for derivatives. So the cotangents of the sums are those of the
-outputs, and the cotangents of the logits are those of the terms, class by class: JAX derives both. A reverse pass keeps
-the sums.
+The outputs are the same whatever is subtracted, so :math:`m` is a constant for derivatives. The cotangents of the sums
+are those of the outputs, and the cotangents of the logits are those of the terms, class by class: JAX derives both. A
+reverse pass keeps the sums.
 """
 
 from typing import Any, NamedTuple
@@ -54,8 +54,9 @@ class RowFormula:
     """What follows from a formula's `x`, `terms` and `outputs`.
 
     `x(logits, unmasked)` are wide logits, -inf where masked. `terms(part, x, shift)` are what the classes add to the
-    sums, `[..., n]` each: a NamedTuple whose `total` is exp(x - shift), and whose `largest` is None. `outputs(sums,
-    classes)` are those of a row, `[..., 1]` each, of its sums and of the number of classes on all devices.
+    sums, `[..., n]` each: a NamedTuple with exponentials as `total`, and None for what is no sum of terms, such as the
+    `largest` x. `outputs(sums, classes)` are those of a row, `[..., 1]` each, from its sums and the number of classes
+    on all devices.
     """
 
     x: Any
