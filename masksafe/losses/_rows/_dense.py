@@ -109,7 +109,7 @@ def _value(config: RowLoss, inputs: Labelled, number: Array | None) -> Arrays:
     if is_soft(inputs.labels) and _is_loss_one_kernel(config, inputs):
         kernel = functools.partial(_loss_in_one_kernel, config)
         return platforms.on_cpu_or_elsewhere(kernel, functools.partial(_value_by_rows, config), inputs, number)
-    return platforms.unfused(_value_by_rows(config, inputs, number), on="cpu")
+    return platforms.unfused(_forward(config, inputs, number, value_alone=True)[0], on="cpu")
 
 
 def _is_loss_one_kernel(config: RowLoss, inputs: Labelled) -> bool:
