@@ -145,6 +145,10 @@ def test_what_is_bad_is_no_hit():
     logits = jnp.eye(4).at[1, 2].set(jnp.nan)
     accuracy.update(logits=logits, labels=np.array([0, 2, -1, 2**32 + 3]))
     assert accuracy.compute() == 0.25
+    with jax.enable_x64(True):  # labels of 64 bits, the last of which would be class 3 if it were cut
+        accuracy = ours.Accuracy()
+        accuracy.update(logits=logits, labels=np.array([0, 2, -1, 2**32 + 3]))
+        assert accuracy.compute() == 0.25
     accuracy = ours.Accuracy(threshold=0.0)
     accuracy.update(logits=jnp.array([jnp.nan, jnp.nan, 1.0]), labels=jnp.array([0, 1, 1]))
     np.testing.assert_allclose(accuracy.compute(), 1 / 3, rtol=1e-6)
