@@ -66,7 +66,6 @@ class CrossEntropy(RowFormula):
     names: tuple[Output, ...]  # those that depend on the label first, predictions last
     soft_cap: float | None = None
     temperature: Any = 1.0  # a number, or an array while a function is traced
-    has_one_derivative: bool = False
 
     @property
     def label_outputs(self) -> int:
@@ -85,12 +84,9 @@ class CrossEntropy(RowFormula):
         """The same for another temperature, unless it is None."""
         return self if temperature is None else dataclasses.replace(self, temperature=temperature)
 
-    def for_one_derivative(self) -> "CrossEntropy":
-        return dataclasses.replace(self, has_one_derivative=True)
-
     def x(self, logits: Array, unmasked: Array | None = None) -> Array:
         """The x of some logits: -inf where masked, and where the logit is -inf, as at an excluded class."""
-        x = widened(selected(logits, unmasked, -jnp.inf))
+        x = super().x(logits, unmasked)
         return x if self.soft_cap is None else jnp.where(x == -jnp.inf, x, soft_capped(x, self.soft_cap))
 
     def _over_temperature(self, x: Array) -> Array:
@@ -121,9 +117,13 @@ class CrossEntropy(RowFormula):
         return sums
 
     def sums_of_each(self, part: LogitPart) -> LabelSums:
-        sums = super().sums_of_each(part)
-        sums = sums._replace(label=jnp.where(part.is_label, self.x(part.logits), 0.0))
-        return sums._replace(best=_classes_where(sums.total > 0, part.first)) if "prediction" in self.names else sums
+        """The sums over each logit alone."""
+        x = self.x(part.logits)
+        most = float(jnp.finfo(x.dtype).max)
+        largest = jnp.clip(x, -most, most)
+        label = jnp.where(part.is_label, x, 0.0)
+        best = _classes_where(x >= largest, part.first) if "prediction" in self.names else None
+        return self.terms(part, x, largest)._replace(largest=largest, label=label, best=best)
 
     def _terms(self, z: Array, class_weights: Array | None, unmasked: Array | None = None) -> dict[str, Array]:
         """The terms of the other sums, by name."""
@@ -188,9 +188,8 @@ class CrossEntropy(RowFormula):
                 case "entropy":
                     # Along log p it has no derivative, since the probabilities add up to 1. A sum of the derivatives
                     # of both terms would lose all digits where a logit is 20 above the others.
-                    return (
-                        lax.stop_gradient(log_total) if self.has_one_derivative else log_total
-                    ) - sums.spread / sums.total
+                    constant = lax.stop_gradient(log_total) if self.has_one_derivative else log_total
+                    return constant - sums.spread / sums.total
                 case "logsumexp":
                     return self._logsumexp(sums)
                 case "prediction":
@@ -213,7 +212,7 @@ class CrossEntropy(RowFormula):
         return sums._replace(largest=None, label=None)
 
     def d_sums(self, sums: LabelSums, labels: Array, classes: int, d_outputs: Arrays) -> LabelSums:
-        """That of the label is all of the cotangent of the x at the label, but for what class weights add to it."""
+        """As in `RowFormula`; that of `label` is the whole cotangent of the x at the label, except by class weights."""
         d_sums = super().d_sums(sums, labels, classes, d_outputs)
         if not {"cross_entropy", "log_prob"}.intersection(self.names):
             return d_sums._replace(label=None)
@@ -325,18 +324,11 @@ class TargetCrossEntropy(RowFormula):
     """The cross-entropy of a row with targets."""
 
     epsilon: Array | None = None  # of PolyLoss `[..., 1]`
-    has_one_derivative: bool = False
 
     has_other_sums = True
 
-    def for_one_derivative(self) -> "TargetCrossEntropy":
-        return dataclasses.replace(self, has_one_derivative=True)
-
     def at(self, epsilon: Array | None) -> "TargetCrossEntropy":
         return TargetCrossEntropy(epsilon)
-
-    def x(self, logits: Array, unmasked: Array | None = None) -> Array:
-        return widened(selected(logits, unmasked, -jnp.inf))
 
     def terms(self, part: LogitPart, x: Array, shift: Array) -> TargetSums:
         t = widened(selected(part.targets, part.unmasked))
@@ -345,7 +337,7 @@ class TargetCrossEntropy(RowFormula):
         z, t = x.astype(dtype) - shift.astype(dtype), t.astype(dtype) * unfolded.unknown(1, dtype)
         is_absent = (t == 0) & (z == -jnp.inf)  # it adds nothing, by the convention 0 log 0 = 0
         exps, product = jnp.exp(z), t * jnp.where(is_absent, 0, z)
-        weight = jnp.where(is_absent, 0, t) if self.has_one_derivative else t  # the same, but for the derivative by t
+        weight = jnp.where(is_absent, 0, t) if self.has_one_derivative else t  # equal, except in its derivative by t
         return TargetSums(None, exps, weight, product, *(() if self.epsilon is None else (t * exps, t)))
 
     def completed(self, sums: TargetSums, part: LogitPart, x: Array) -> TargetSums:

@@ -8,7 +8,8 @@ are those of the outputs, and the cotangents of the logits are those of the term
 reverse pass keeps the sums.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from masksafe._core import sharding
 from masksafe._core.exponentials import finite_largest
 from masksafe._core.labels import is_class, nan_unless
 from masksafe._core.masks import selected
+from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Arrays, Index, Pytree
 
 
@@ -50,18 +52,19 @@ class LogitPart(NamedTuple):
     targets: Any = None  # in place of a label
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RowFormula:
-    """What follows from a formula's `x`, `terms` and `outputs`.
+    """What follows from a formula's `terms` and `outputs`.
 
-    `x(logits, unmasked)` are wide logits, -inf where masked. `terms(part, x, shift)` are what the classes add to the
-    sums, `[..., n]` each: a NamedTuple with exponentials as `total`, and None for what is no sum of terms, such as the
-    `largest` x. `outputs(sums, classes)` are those of a row, `[..., 1]` each, from its sums and the number of classes
-    on all devices.
+    `terms(part, x, shift)` are what the classes add to the sums, `[..., n]` each: a NamedTuple with exponentials as
+    `total`, and None for what is no sum of terms, such as the `largest` x. `outputs(sums, classes)` are those of a row,
+    `[..., 1]` each, from its sums and the number of classes on all devices.
     """
 
-    x: Any
-    terms: Any
-    outputs: Any
+    terms: ClassVar[Any]
+    outputs: ClassVar[Any]
+    # A form whose first derivative alone is right, with smaller rounding errors.
+    has_one_derivative: bool = False
 
     @property
     def label_outputs(self) -> int:
@@ -77,8 +80,11 @@ class RowFormula:
         return has_probabilities(sums)
 
     def for_one_derivative(self) -> Any:
-        """The formula in a form whose first derivative alone is right, with smaller rounding errors."""
-        return self
+        return dataclasses.replace(self, has_one_derivative=True)
+
+    def x(self, logits: Array, unmasked: Array | None = None) -> Array:
+        """The logits, wide; -inf where masked."""
+        return widened(selected(logits, unmasked, -jnp.inf))
 
     def sums(self, part: LogitPart) -> Any:
         """The sums over the classes of a part, `[..., 1]` each."""
@@ -92,13 +98,6 @@ class RowFormula:
         """The sums, with what is not a sum of terms."""
         return sums
 
-    def sums_of_each(self, part: LogitPart) -> Any:
-        """The sums over each logit alone."""
-        x = self.x(part.logits)
-        most = float(jnp.finfo(x.dtype).max)
-        largest = jnp.clip(x, -most, most)
-        return self.terms(part, x, largest)._replace(largest=largest)
-
     def d_sums(self, sums: Any, labels: Array, classes: int, d_outputs: Arrays) -> Any:
         """The cotangents of the sums, with the largest x itself: what the cotangents of a row's logits have in common.
 
@@ -111,10 +110,8 @@ class RowFormula:
         sums = sums._replace(total=jnp.where(has_probabilities(sums), sums.total, jnp.nan))
         found, pull_back = jax.vjp(lambda sums: self.for_one_derivative().outputs(sums, classes), sums)
         (d_sums,) = pull_back(tuple(map(sharding.vary_with, d_outputs, found)))
-        # JAX's cotangent of an integer is an array of no dtype.
-        return jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, d_sums)._replace(
-            largest=sums.largest
-        )
+        d_sums = jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, d_sums)  # that of an integer
+        return d_sums._replace(largest=sums.largest)
 
     def d_part(self, part: LogitPart, d_sums: Any, *, computed_again: bool = True) -> tuple[Array, Array | None]:
         """The cotangents of some logits and of their targets; anything where masked."""
