@@ -6,24 +6,19 @@ jitted, so that masked values stay hidden even from jax_debug_nans.
 
 from __future__ import annotations
 
-import functools
 from typing import Literal, overload
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms
+from masksafe._core import softmaxes
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.exponentials import Exponentials, finite_largest, largest_or_lowest
 from masksafe._core.masks import Weighting, read_mask, selected
-from masksafe._core.moments import nonzero_divisor, total_weight
-from masksafe._core.precision import wide_dtype, widened
+from masksafe._core.moments import Rows, nonzero_divisor, total_weight
+from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import vary_alike
-from masksafe._core.switches import uses_plain_rules
-from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, Axis, Pytree, jitted
-from masksafe._core.unfolded import any_of, unknown
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 
 
 @overload
@@ -232,9 +227,7 @@ def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
     return array if jnp.iscomplexobj(array) else as_promoted_float_array(op, argument, array, any_width=True)
 
 
-# The cores. Reductions keep their axes. Masked elements are -inf before anything is computed, so that no derivative
-# reaches them. The derivative rules select tangents before a product, and its result after it: so does the reverse pass
-# with cotangents, which may be infinite, and 0 * inf is NaN.
+# The cores. Reductions keep their axes.
 
 
 @jitted(0, 1, 2)
@@ -288,89 +281,17 @@ def _signed_logsumexp(
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
-# Decorates a function of which a reverse pass keeps the arguments alone: a result and its mask, or `x`, its mask and
-# sums of rows. Otherwise it would keep two wide arrays.
-_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
-
-
 @jitted(0)
 def wide_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     """The logsumexp in the wide dtype; the axes stay, with size 1."""
-    x, where = vary_alike((x, where))
-
-    @_recomputed
-    def total(x: Array, where: Array | None, largest: Array) -> Array:
-        return jnp.sum(jnp.exp(widened(selected(x, where, -jnp.inf)) - largest), axes, keepdims=True)
-
-    largest = finite_largest(selected(x, where, -jnp.inf), axes)
-    return platforms.computed_once(Exponentials(largest, total(x, where, largest))).logarithm
-
-
-def _unless_empty(total: Array, axes: Axes, where: Array | None) -> Array:
-    """The total of exponentials, or 1 where nothing is unmasked, if JAX looks for NaN on the way to the result."""
-    if where is None or not uses_plain_rules():
-        return total
-    return jnp.where(any_of(where, axes, keepdims=True), total, 1)
-
-
-@jitted(0)
-def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    return _log_probs(axes, *vary_alike((x, where)))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _log_probs(axes: Axes, x: Array, where: Array | None) -> Array:
-    return selected(_minus(x, where, _shifts(axes, x, where)), where, -jnp.inf).astype(x.dtype)
-
-
-def _shifts(axes: Axes, x: Array, where: Array | None) -> Arrays:
-    """The two terms of the logsumexp of each row, which are subtracted in turn: their sum would lose digits."""
-    largest = largest_or_lowest(selected(x, where, -jnp.inf), axes)
-    total = jnp.sum(jnp.exp(_minus(x, where, (largest,))), axes, keepdims=True)
-    return largest, jnp.log(_unless_empty(total, axes, where))
-
-
-def _minus(x: Array, where: Array | None, shifts: Arrays) -> Array:
-    return functools.reduce(jnp.subtract, shifts, widened(selected(x, where, -jnp.inf)))
-
-
-@_log_probs.defjvp
-def _(axes: Axes, primals: tuple[Array, Array | None], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
-    (x, where), log_probs = primals, _log_probs(axes, *primals)
-    # Exponentials of rounded logarithms would lose digits.
-    kept, shifts = (log_probs, ()) if x.dtype == wide_dtype(x.dtype) else (x, _shifts(axes, x, where))
-
-    @_recomputed
-    def d_log_probs(kept: Array, where: Array | None, shifts: Arrays, d_x: Array) -> Array:
-        d_x = selected(widened(d_x), where)
-        mean = jnp.sum(jnp.exp(_minus(kept, where, shifts)) * d_x, axes, keepdims=True)
-        # Times an unknown 1: in the reverse pass XLA would add up constant cotangents while it compiles.
-        return selected((d_x - mean) * unknown(1, mean.dtype), where).astype(x.dtype)
-
-    return log_probs, d_log_probs(kept, where, shifts, platforms.computed_once(tangents[0]))
+    return softmaxes.wide_logsumexp(Rows(axes), *vary_alike((x, where)))
 
 
 @jitted(0)
 def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    return _probs(axes, *vary_alike((x, where)))
+    return softmaxes.softmax(Rows(axes), *vary_alike((x, where)))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _probs(axes: Axes, x: Array, where: Array | None) -> Array:
-    x_unmasked = selected(x, where, -jnp.inf)
-    exps = jnp.exp(widened(x_unmasked) - largest_or_lowest(x_unmasked, axes))
-    total = _unless_empty(jnp.sum(exps, axes, keepdims=True), axes, where)
-    return selected(exps / total, where).astype(x.dtype)
-
-
-@_probs.defjvp
-def _(axes: Axes, primals: tuple[Array, Array | None], tangents: tuple[Array, Pytree]) -> tuple[Array, Array]:
-    probs, where = _probs(axes, *primals), primals[1]
-
-    @_recomputed
-    def d_probs(probs: Array, where: Array | None, d_x: Array) -> Array:
-        p = widened(probs)
-        terms = p * selected(widened(d_x), where)
-        return selected(terms - p * jnp.sum(terms, axes, keepdims=True), where).astype(probs.dtype)
-
-    return probs, d_probs(probs, where, tangents[0])
+@jitted(0)
+def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
+    return softmaxes.log_softmax(Rows(axes), *vary_alike((x, where)))

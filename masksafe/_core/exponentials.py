@@ -48,7 +48,7 @@ class Exponentials(NamedTuple):
     @property
     def logarithm(self) -> Array:
         """The logarithm of the sum at temperature 1; -inf for an empty row, with a derivative of 0."""
-        is_empty = self.total == 0
+        is_empty = self.total < 1  # the largest adds 1; no comparison with 0: XLA for GPUs would keep a scatter's zeros
         return jnp.where(is_empty, -jnp.inf, self.largest + jnp.log(jnp.where(is_empty, 1, self.total)))
 
 

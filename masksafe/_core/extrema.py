@@ -1,8 +1,6 @@
-"""The largest or the smallest unmasked elements of sets, which are rows or segments, and their derivative rule.
+"""The largest or the smallest unmasked elements of groups, which are rows or segments, and their derivative rule.
 
-`sets.unmasked` tells which elements are unmasked, `sets.sum` adds up the elements of each set, and `sets.spread` gives
-each element the value of its set; `sets.spread_once` does so for one use. Over devices, extrema are those of integers
-of the same order.
+Over devices, extrema are those of integers of the same order.
 """
 
 import functools
@@ -13,28 +11,28 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import masks, precision
+from masksafe._core.groups import Groups
 from masksafe._core.sharding import Devices
 from masksafe._core.typing import Array, DType, Pytree
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def extremum(reduce: Callable[..., Array], is_max: bool, sets: Pytree, x: Array, where: Array | None) -> Array:
-    """The extrema, which `reduce` finds without a mask; for an empty set the limit of the dtype."""
+def extremum(reduce: Callable[..., Array], is_max: bool, groups: Groups, x: Array, where: Array | None) -> Array:
+    """The extrema, which `reduce` finds without a mask; for an empty group the limit of the dtype."""
     lowest, highest = precision.limits(x.dtype)
     limit = lowest if is_max else highest
-    return reduce(is_max, sets, masks.selected(x, where, limit), limit)
+    return reduce(is_max, groups, masks.selected(x, where, limit), limit)
 
 
 @extremum.defjvp
 def _derivative(reduce: Callable[..., Array], is_max: bool, primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     """The elements that equal the extremum share its derivative; for a NaN all elements have the derivative NaN."""
-    sets, x, where = primals
-    unmasked, result = sets.unmasked(x, where), extremum(reduce, is_max, *primals)
+    groups, x, where = primals
+    unmasked, result = groups.unmasked(x, where), extremum(reduce, is_max, *primals)
     is_within = jnp.less if is_max else jnp.greater
-    takes_part = lambda spread: masks.selected(~is_within(x, spread), unmasked)  # noqa: E731
-    number = sets.sum(takes_part(sets.spread(result)).astype(jnp.int32))
-    # Once: XLA would keep what is spread over segments, which has the size of the data, for the other use.
-    moved = sets.sum(precision.widened(masks.selected(tangents[1], takes_part(sets.spread_once(result)))))
+    takes_part = lambda limits: masks.selected(~is_within(x, limits), unmasked)  # noqa: E731
+    number = groups.sum(takes_part(groups.gathered(result)).astype(jnp.int32))
+    moved = groups.sum(precision.widened(masks.selected(tangents[1], takes_part(groups.gathered_once(result)))))
     share = jnp.where(jnp.isnan(result), jnp.nan, 1 / jnp.maximum(number, 1)).astype(moved.dtype)
     return result, (moved * share).astype(x.dtype)
 

@@ -32,7 +32,7 @@ from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Arrays, Axes, Tree
 
 
-class Groups(NamedTuple):
+class ChannelGroups(NamedTuple):
     """Groups of consecutive channels, which lie on an axis."""
 
     axis: int  # counted from the end
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
     axes: Axes  # counted from the end
     devices: sharding.Devices = sharding.Devices()
-    groups: Groups | None = None
+    groups: ChannelGroups | None = None
 
     @property
     def all_axes(self) -> Axes:
@@ -104,23 +104,30 @@ class Rows(NamedTuple):
         """The sum of each array over whole rows; the reduced axes stay, with size 1."""
         return self.add_up(*(jnp.sum(term, self.axes, keepdims=True) for term in terms))
 
-    def sum(self, x: Array) -> Array:
-        return self.sums(x)[0]
-
-    def unmasked(self, x: Array, where: Array | None) -> Array | None:
-        """Which elements are unmasked; None: all."""
-        return where
-
-    def spread(self, values: Array) -> Array:
-        """The value of each row at all of its elements."""
-        return values
-
-    def spread_once(self, values: Array) -> Array:
-        return values
-
     def add_up(self, *sums: Array) -> Arrays:
         """The sums over whole rows, from those of each device and channel, in one exchange."""
         return self.devices.sums(*(sums if self.groups is None else map(self.groups.sum, sums)))
+
+    # The rows as groups.
+
+    def unmasked(self, x: Array, where: Array | None) -> Array | None:
+        return where
+
+    def sum(self, x: Array) -> Array:
+        return self.sums(x)[0]
+
+    def max(self, x: Array) -> Array:
+        return self.devices.max(widened(jnp.max(x, self.axes, keepdims=True, initial=-jnp.inf)))
+
+    def gathered(self, values: Array) -> Array:
+        return values
+
+    def gathered_once(self, values: Array) -> Array:
+        return values
+
+    def gathered_to_unmasked(self, values: Array, x: Array, where: Array | None) -> Array:
+        # Times an unknown 1: in the reverse pass XLA would add up constant cotangents while it compiles.
+        return selected(jnp.broadcast_to(values, x.shape) * unfolded.unknown(1, values.dtype), where)
 
     def average(self, terms: Array, weighting: Weighting) -> tuple[Array | None, Array]:
         """The weight of each row, as in `Moments`, and the sum of weighted terms divided by it."""

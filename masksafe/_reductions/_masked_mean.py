@@ -252,7 +252,7 @@ def _weights_of_segments(
         weight = segments.weight(number, masks.Weighting(where, None))
     else:
         weight = _sums_in_pairs(segments, order, weights.ravel())
-    return segments.spread(weight).reshape(ids.shape), weight.reshape(ids.shape)
+    return segments.gathered(weight).reshape(ids.shape), weight.reshape(ids.shape)
 
 
 @jax.custom_jvp

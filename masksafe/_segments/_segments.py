@@ -1,9 +1,9 @@
-"""Segments, and the two steps of all their ops: rows are combined into segments, and values of segments spread to rows.
+"""Segments, and the two steps of all their ops: rows are combined into segments, and gather the values of segments.
 
 XLA's scatter ignores a row whose id is out of range. So what is computed for such a row may be anything until it would
 become a result: it is selected there, since XLA's CPU compiler takes twice as long for an exponential next to a
 selection by rows. Such a row has no derivative either: a derivative rule takes its data `masked_in_derivatives`, and
-`spread` has no derivative in a row out of range. A negative id does not count from the end, as it would in `jax.numpy`.
+`gathered` has no derivative in a row out of range. A negative id does not count from the end, as in `jax.numpy`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from masksafe._core import masks, platforms, sharding, unfolded
 from masksafe._core.extrema import as_ordered_integer, from_ordered_integer
 from masksafe._core.masks import Weighting
 from masksafe._core.moments import nonzero_divisor, weighted
+from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Pytree
 
 
@@ -61,6 +62,10 @@ class Segments:
             return plain(x)
         by_order = functools.partial(self.extremum_by_order, is_max, limit=limit, is_wide=False)
         return platforms.on_cpu_or_elsewhere(by_order, plain, x)
+
+    def max(self, x: Array) -> Array:
+        """The largest element of each segment, wide, over all devices; -inf for an empty one."""
+        return self.devices.max(widened(self.extremum(True, x, -jnp.inf)))
 
     def extremum_by_order(self, is_max: bool, x: Array, limit: Array | float, *, is_wide: bool) -> Array:
         """The same by integers of that order; NaN where one is."""
@@ -113,20 +118,20 @@ class Segments:
         # XLA must not compute it while it compiles: a caller may have made ids and masks constant.
         return self.devices.sum(self.combined(lax.scatter_add, counted, unfolded.unknown(0, jnp.int32)))
 
-    def spread(self, values: Array) -> Array:
+    def gathered(self, values: Array) -> Array:
         """The value of its segment for each row; for a row out of range some other value, without a derivative."""
-        return _spread(self, values)
+        return _gathered(self, values)
 
-    def spread_once(self, values: Array) -> Array:
-        """`spread` of expensive values, which XLA would compute again for every row."""
-        return _spread(self, platforms.unfused(values))
+    def gathered_once(self, values: Array) -> Array:
+        """`gathered`; XLA would compute expensive values again for every row, and keep the result for another use."""
+        return _gathered(self, platforms.unfused(values))
 
-    def spread_to_unmasked(self, values: Array, where: Array | None = None) -> Array:
-        """`spread`, but 0 where masked. Its transpose is `sum` on a device, without a selection of rows."""
+    def gathered_to_unmasked(self, values: Array, x: Array, where: Array | None = None) -> Array:
+        """`gathered`, but 0 where masked. Its transpose is `sum` on a device, without a selection of rows."""
         parts, part_segments = self._in_parts()
         if parts > 1:
             values = jnp.tile(values, (parts, *[1] * (values.ndim - 1)))
-        return masks.selected(_gathered(part_segments.ids, values, lax.GatherScatterMode.FILL_OR_DROP), where)
+        return masks.selected(_at_ids(part_segments.ids, values, lax.GatherScatterMode.FILL_OR_DROP), where)
 
 
 def average(total: Array, weight: Array, weighting: Weighting) -> Array:
@@ -137,18 +142,16 @@ def average(total: Array, weight: Array, weighting: Weighting) -> Array:
 
 
 @jax.custom_jvp
-def _spread(segments: Segments, values: Array) -> Array:
-    return _gathered(segments.ids, values, lax.GatherScatterMode.CLIP)
+def _gathered(segments: Segments, values: Array) -> Array:
+    return _at_ids(segments.ids, values, lax.GatherScatterMode.CLIP)
 
 
-@_spread.defjvp
-def _derivative_of_spread(primals: tuple[Segments, Array], tangents: tuple[Pytree, Array]) -> tuple[Array, Array]:
-    return _spread(*primals), primals[0].spread_to_unmasked(tangents[1])
+@_gathered.defjvp
+def _derivative_of_gathered(primals: tuple[Segments, Array], tangents: tuple[Pytree, Array]) -> tuple[Array, Array]:
+    return _gathered(*primals), primals[0].gathered_to_unmasked(tangents[1], primals[0].ids)
 
 
-def _gathered(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:
-    if values.shape[0] == 0:  # JAX does not index an empty array
-        values = jnp.pad(values, [(0, 1), *[(0, 0)] * (values.ndim - 1)])
+def _at_ids(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:
     dimensions = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, values.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
     )

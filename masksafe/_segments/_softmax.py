@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-
-from masksafe._core import platforms
+from masksafe._core import softmaxes
 from masksafe._core.arguments import as_promoted_float_array
-from masksafe._core.derivatives import masked_in_derivatives
-from masksafe._core.masks import Weighting, selected
-from masksafe._core.precision import widened
+from masksafe._core.masks import Weighting
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
-from masksafe._core.typing import Array, ArrayLike, Pytree
+from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import compute, compute_for_rows
 from masksafe._segments._segments import Segments
 
@@ -149,86 +143,13 @@ def segment_log_softmax(
     return compute_for_rows(op, _log_softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
-def _largest(segments: Segments, x: Array, where: Array | None) -> Array:
-    """The largest unmasked element of each segment, wide, without a derivative; -inf for an empty segment."""
-    x = lax.stop_gradient(selected(x, where, -jnp.inf))
-    return segments.devices.max(widened(segments.extremum(True, x, -jnp.inf)))
-
-
-def _minus(segments: Segments, x: Array, where: Array | None, values: Array) -> Array:
-    """`x` minus the value of its segment; -inf where masked, but a masked row may hold anything."""
-    return selected(widened(x) - segments.spread(values), where, -jnp.inf)
-
-
-def _total(segments: Segments, exps: Array, where: Array | None) -> Array:
-    """The sum of exponentials, at least 1 since the largest is 1; an empty segment also gets 1, whose logarithm is 0.
-
-    No comparison with 0: XLA for GPUs would keep the zeros from which the sums start, and read them again.
-    """
-    total = segments.sum(exps, where)
-    return jnp.where(total < 1, 1, total)
-
-
-@jax.custom_jvp
 def _logsumexp(segments: Segments, x: Array, weighting: Weighting) -> Array:
-    return _logsumexp_with_terms(segments, x, weighting.where)[0].astype(x.dtype)
+    return softmaxes.wide_logsumexp(segments, x, weighting.where).astype(x.dtype)
 
 
-def _logsumexp_with_terms(segments: Segments, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
-    """The result, the exponentials of the differences from the largest element, and their sum."""
-    largest = _largest(segments, x, where)
-    limit = float(jnp.finfo(largest.dtype).max)
-    shift = jnp.clip(largest, -limit, limit)  # an infinite shift would make the segment NaN
-    exps = jnp.exp(_minus(segments, x, where, shift))
-    total = _total(segments, exps, where)
-    return largest + jnp.log(total), exps, total
-
-
-@_logsumexp.defjvp
-def _derivative_of_logsumexp(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
-    segments, x, (where, _) = primals
-    unmasked = segments.unmasked(x, where)
-    x = masked_in_derivatives(x, unmasked)
-    result, exps, total = _logsumexp_with_terms(segments, x, where)
-    d_total = segments.sum(selected(exps, unmasked) * widened(tangents[1]), where)
-    return result.astype(x.dtype), (d_total / total).astype(x.dtype)
-
-
-@jax.custom_jvp
 def _softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
-    where = weighting.where
-    exps = jnp.exp(_minus(segments, x, where, _largest(segments, x, where)))
-    total = _total(segments, exps, where)
-    return selected(exps / segments.spread(total), segments.unmasked(x, where)).astype(x.dtype)
-
-
-@_softmax.defjvp
-def _derivative_of_softmax(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
-    segments, x, (where, _) = primals
-    unmasked, probs = segments.unmasked(x, where), _softmax(*primals)
-    terms = widened(probs) * widened(selected(tangents[1], unmasked))
-    d_probs = terms - widened(probs) * segments.spread_to_unmasked(segments.sum(terms, where), where)
-    return probs, d_probs.astype(x.dtype)
+    return softmaxes.softmax(segments, x, weighting.where)
 
 
 def _log_softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
-    return _wide_log_softmax(segments, x, weighting).astype(x.dtype)
-
-
-@jax.custom_jvp
-def _wide_log_softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
-    where = weighting.where
-    largest = _largest(segments, x, where)
-    total = _total(segments, jnp.exp(_minus(segments, x, where, largest)), where)
-    log_probs = _minus(segments, x, where, platforms.unfused(largest)) - segments.spread_once(jnp.log(total))
-    return selected(log_probs, segments.unmasked(x, where), -jnp.inf)
-
-
-@_wide_log_softmax.defjvp
-def _derivative_of_log_softmax(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
-    segments, x, (where, _) = primals
-    log_probs = platforms.unfused(_wide_log_softmax(*primals))
-    d_x = widened(selected(tangents[1], segments.unmasked(x, where)))
-    # The sign comes last: so the transpose sums the cotangents as they are, without a copy.
-    mean = segments.sum(jnp.exp(log_probs) * d_x, where)
-    return log_probs, d_x + segments.spread_to_unmasked(-mean, where)
+    return softmaxes.log_softmax(segments, x, weighting.where)

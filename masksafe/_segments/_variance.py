@@ -142,7 +142,7 @@ def _moments(segments: Segments, x: Array, weighting: Weighting) -> tuple[_Mean,
     centre, weight = lax.stop_gradient(_unmasked_element(segments, x, counted)), segments.weight(x, weighting)
     centre = centre if weights is None else jnp.where(weight == 0, 0, centre)
     mean_of = lambda d: average(segments.sum(d, where), weight, weighting)  # noqa: E731
-    from_centre = selected(widened(x) - segments.spread(centre), where)
+    from_centre = selected(widened(x) - segments.gathered(centre), where)
     # Unfused twice, so that XLA does not see one mean: it would keep the deviations from it, which have the size of the
     # data, for the next use.
     mean = platforms.unfused(_Mean(centre, mean_of(weighted(from_centre, weights))))
@@ -166,7 +166,7 @@ def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Arra
     start = unfolded.unknown(-1, jnp.int32)
     last = segments.combined(lax.scatter_max, jnp.where(segments.unmasked(x, where), number, -1), start)
     if all(n == 1 for n in last.shape[1:]):
-        elements = widened(dataclasses.replace(segments, ids=jnp.maximum(last, 0).reshape(-1)).spread(x))
+        elements = widened(dataclasses.replace(segments, ids=jnp.maximum(last, 0).reshape(-1)).gathered(x))
     else:
         last = jnp.broadcast_to(last, (segments.number, *x.shape[1:]))
         elements = widened(jnp.take_along_axis(x, jnp.maximum(last, 0), 0))
@@ -179,7 +179,7 @@ def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Arra
 
 def _deviations(segments: Segments, x: Array, where: Array | None, mean: _Mean) -> Array:
     """The deviation of each element from the mean of its segment; masked rows may hold anything."""
-    return selected(widened(x) - segments.spread(mean.centre) - segments.spread(mean.remainder), where)
+    return selected(widened(x) - segments.gathered(mean.centre) - segments.gathered(mean.remainder), where)
 
 
 @jax.custom_jvp
@@ -201,7 +201,7 @@ def _derivative_of_variance(primals: Pytree, tangents: Pytree) -> tuple[Array, A
         tangent += average(segments.sum(terms, weighting.where), weight, weighting)
     if not isinstance(d_weights, SymbolicZero | None):
         d_weights = d_weights.astype(deviations.dtype)
-        terms = d_weights * deviations * deviations - d_weights * segments.spread(variance)
+        terms = d_weights * deviations * deviations - d_weights * segments.gathered(variance)
         tangent += average(segments.sum(terms, weighting.where), weight, weighting)
     return variance.astype(float_dtype(x.dtype)), tangent.astype(float_dtype(x.dtype))
 
@@ -217,7 +217,7 @@ def _standard(epsilon: float, segments: Segments, x: Array, weighting: Weighting
     unmasked, deviation = segments.unmasked(x, weighting.where), _root(variance + epsilon)
     # XLA treats a quotient as expensive, so that later uses read it rather than compute it again.
     deviations = selected(_deviations(segments, x, weighting.where, mean), unmasked)
-    return deviations / selected(segments.spread_once(deviation), unmasked, 1), 1 / deviation, number
+    return deviations / selected(segments.gathered_once(deviation), unmasked, 1), 1 / deviation, number
 
 
 def _root(variance: Array) -> Array:
@@ -237,6 +237,6 @@ def _derivative_of_standard(epsilon: float, primals: Pytree, tangents: Pytree) -
     d_x = widened(selected(tangents[1], unmasked))
     # The factor and its sign come last: so the transpose sums the cotangents as they are, without a copy.
     mean_of = lambda d: average(segments.sum(d, where), number, weighting)  # noqa: E731
-    spread_mean = lambda d: segments.spread_to_unmasked(-factor * mean_of(d), where)  # noqa: E731
-    d_y = selected(segments.spread_once(-factor) * -d_x, unmasked) + spread_mean(d_x) + y * spread_mean(d_x * y)
+    gathered_mean = lambda d: segments.gathered_to_unmasked(-factor * mean_of(d), d, where)  # noqa: E731
+    d_y = selected(segments.gathered_once(-factor) * -d_x, unmasked) + gathered_mean(d_x) + y * gathered_mean(d_x * y)
     return y.astype(x.dtype), d_y.astype(x.dtype)

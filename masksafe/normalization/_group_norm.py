@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from masksafe._core import arguments, row_blocks, sharding
-from masksafe._core.moments import Groups, Rows
+from masksafe._core.moments import ChannelGroups, Rows
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, jitted
 from masksafe.normalization._arguments import NormInputs, given, read
@@ -78,7 +78,7 @@ def group_norm(
         expected = f"a divisor of the {shape[channels]} channels"
         raise ValueError(arguments.message(_OP, "num_groups", f"value {num_groups}", expected))
     positions = tuple(a for a in range(len(shape)) if a not in (0, channels))
-    groups = Groups(channels - len(shape), num_groups)
+    groups = ChannelGroups(channels - len(shape), num_groups)
     devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
     return _normalize(Rows(row_blocks.axes_of_row(positions, len(shape)), devices, groups), static, arrays)
 

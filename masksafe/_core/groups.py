@@ -1,0 +1,27 @@
+"""What formulas over groups need of them, which are the rows of an array or its segments."""
+
+from typing import Protocol
+
+from masksafe._core.typing import Array
+
+
+class Groups(Protocol):
+    """Elements that are reduced together: the rows of an array, or its segments."""
+
+    def unmasked(self, x: Array, where: Array | None) -> Array | None:
+        """Which elements are unmasked; None: all."""
+
+    def sum(self, x: Array) -> Array:
+        """The sum of each group, over all devices."""
+
+    def max(self, x: Array) -> Array:
+        """The largest element of each group, wide, over all devices; -inf for an empty one."""
+
+    def gathered(self, values: Array) -> Array:
+        """The value of its group for each element."""
+
+    def gathered_once(self, values: Array) -> Array:
+        """`gathered`, where XLA neither keeps the result for another use nor computes the values for every element."""
+
+    def gathered_to_unmasked(self, values: Array, x: Array, where: Array | None) -> Array:
+        """The value of its group for each element of `x`; 0 where masked. Linear, with a sum as its transpose."""

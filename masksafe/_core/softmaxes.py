@@ -1,0 +1,109 @@
+"""The softmax, its logarithm and the logsumexp over groups of elements, which are rows or segments.
+
+Masked elements are -inf before anything is computed, so that no derivative reaches them. The derivative rules select
+tangents before a product, and its result after it: so does the reverse pass with cotangents, which may be infinite, and
+0 * inf is NaN. A masked row of segments may hold anything until the end, where it is selected.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core import platforms
+from masksafe._core.derivatives import masked_in_derivatives
+from masksafe._core.exponentials import Exponentials, shift_of
+from masksafe._core.groups import Groups
+from masksafe._core.masks import selected
+from masksafe._core.precision import wide_dtype, widened
+from masksafe._core.switches import uses_plain_rules
+from masksafe._core.typing import Array, Arrays, Pytree
+from masksafe._core.unfolded import unknown
+
+# Decorates a function of which a reverse pass keeps the arguments alone: a result and its mask, or `x`, its mask and
+# sums of groups. Otherwise it would keep two wide arrays.
+_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+def wide_logsumexp(groups: Groups, x: Array, where: Array | None) -> Array:
+    """The logsumexp of each group in the wide dtype; -inf for an empty one."""
+    largest = _largest(groups, x, where)
+    largest = jnp.minimum(largest, float(jnp.finfo(largest.dtype).max))  # finite, so that differences are defined
+
+    @_recomputed
+    def total(groups: Groups, x: Array, where: Array | None, largest: Array) -> Array:
+        x = masked_in_derivatives(x, groups.unmasked(x, where))
+        return groups.sum(jnp.exp(_minus(groups.gathered, x, where, (largest,))))
+
+    return platforms.computed_once(Exponentials(largest, total(groups, x, where, largest))).logarithm
+
+
+@jax.custom_jvp
+def softmax(groups: Groups, x: Array, where: Array | None) -> Array:
+    """The softmax over each group; 0 where masked."""
+    exps = jnp.exp(_minus(groups.gathered, x, where, (_largest(groups, x, where),)))
+    total = _unless_empty(groups.sum(exps), groups, x, where)
+    return selected(exps / groups.gathered(total), groups.unmasked(x, where)).astype(x.dtype)
+
+
+@softmax.defjvp
+def _(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
+    (groups, _, where), probs = primals, softmax(*primals)
+
+    @_recomputed
+    def d_probs(groups: Groups, probs: Array, where: Array | None, d_x: Array) -> Array:
+        p = widened(probs)
+        terms = p * selected(widened(d_x), groups.unmasked(probs, where))
+        return (terms - p * groups.gathered_to_unmasked(groups.sum(terms), p, where)).astype(probs.dtype)
+
+    return probs, d_probs(groups, probs, where, tangents[1])
+
+
+@jax.custom_jvp
+def log_softmax(groups: Groups, x: Array, where: Array | None) -> Array:
+    """The logarithm of the softmax over each group; -inf where masked."""
+    log_probs = _minus(groups.gathered_once, x, where, _shifts(groups, x, where))
+    return selected(log_probs, groups.unmasked(x, where), -jnp.inf).astype(x.dtype)
+
+
+@log_softmax.defjvp
+def _(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
+    (groups, x, where), log_probs = primals, log_softmax(*primals)
+    # Exponentials of rounded logarithms would lose digits.
+    kept, shifts = (log_probs, ()) if x.dtype == wide_dtype(x.dtype) else (x, _shifts(groups, x, where))
+
+    @_recomputed
+    def d_log_probs(groups: Groups, kept: Array, where: Array | None, shifts: Arrays, d_x: Array) -> Array:
+        d_x = selected(widened(d_x), groups.unmasked(kept, where))
+        mean = groups.sum(jnp.exp(_minus(groups.gathered_once, kept, where, shifts)) * d_x)
+        # The sign comes last: so the transpose sums the cotangents as they are, without a copy.
+        return (d_x + groups.gathered_to_unmasked(-mean, d_x, where)).astype(kept.dtype)
+
+    return log_probs, d_log_probs(groups, kept, where, shifts, platforms.computed_once(tangents[1]))
+
+
+def _shifts(groups: Groups, x: Array, where: Array | None) -> Arrays:
+    """The two terms of the logsumexp of each group, which are subtracted in turn: their sum would lose digits."""
+    largest = _largest(groups, x, where)
+    total = groups.sum(jnp.exp(_minus(groups.gathered, x, where, (largest,))))
+    return largest, jnp.log(_unless_empty(total, groups, x, where))
+
+
+def _largest(groups: Groups, x: Array, where: Array | None) -> Array:
+    """The largest unmasked element of each group, wide, without a derivative; at least the lowest finite number."""
+    return shift_of(groups.max(selected(lax.stop_gradient(x), where, -jnp.inf)))
+
+
+def _minus(gathered: Callable[[Array], Array], x: Array, where: Array | None, shifts: Arrays) -> Array:
+    """`x` minus the shifts of its group, one after the other."""
+    return functools.reduce(jnp.subtract, map(gathered, shifts), widened(selected(x, where, -jnp.inf)))
+
+
+def _unless_empty(total: Array, groups: Groups, x: Array, where: Array | None) -> Array:
+    """The total of exponentials, or 1 where nothing is unmasked, if JAX looks for NaN on the way to the result."""
+    if where is None or not uses_plain_rules():
+        return total
+    unmasked = jnp.broadcast_to(where, x.shape) & unknown(True, jnp.bool_)
+    return jnp.where(groups.sum(unmasked.astype(jnp.int32)) == 0, 1, total)
