@@ -1,6 +1,7 @@
 """Labels are classes in [0, num_classes). A label out of range never wraps to another class; its results are NaN."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +53,21 @@ def at_label(labels: Array, num_classes: int) -> Array:
     return class_index((*labels.shape, num_classes)).astype(labels.dtype) == labels[..., None]
 
 
-def at_labels(values: Array, labels: Array, axis_name: sharding.AxisName) -> Array:
-    """The value of the class of each label, from the values `[V]` of this device's classes; 0 out of range."""
-    here = sharding.Devices(axis_name).local(labels, values.size)
-    is_here = is_class(here, values.size)
-    index = jnp.where(is_here, here, 0)
+def at_labels(
+    values: Array, labels: Array, axis_name: sharding.AxisName, look_up: Callable[[Array, Array], Array] | None = None
+) -> Array:
+    """The value of the class of each label, from those `[..., V]` of this device's classes; 0 out of range.
+
+    `look_up(values, index)` finds the values of rows; by default all rows share the values `[V]`.
+    """
+    devices, number = sharding.Devices(axis_name), values.shape[-1]
+    here = devices.local(labels, number)
+    is_here = is_class(here, number)
+    found = (look_up or _shared_at)(values, jnp.where(is_here, here, 0))
+    return devices.sum(jnp.where(is_here, found, 0))
+
+
+def _shared_at(values: Array, index: Array) -> Array:
     out_sharding = jax.typeof(index).sharding if sharding.is_sharded(index) else None
     at_index = sharding.gathered_along(values, 0).at[index]
-    found = at_index.get(mode="promise_in_bounds", out_sharding=out_sharding)
-    return sharding.Devices(axis_name).sum(jnp.where(is_here, found, 0))
+    return at_index.get(mode="promise_in_bounds", out_sharding=out_sharding)

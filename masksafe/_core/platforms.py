@@ -177,7 +177,7 @@ def unfused(results: Tree, *, on: Literal["cpu", "gpu"] | None = None) -> Tree:
         case None:
             return barrier(results)
         case "cpu":
-            return on_cpu_or_elsewhere(barrier, same, results)
+            return by_platform(same, results, cpu=barrier)
         case "gpu":  # there are several platforms of GPUs
             return by_platform(barrier, results, cpu=same, tpu=same)
 
@@ -198,11 +198,6 @@ def by_platform(default: Callable[..., Tree], *args: Pytree, **branches: Callabl
     if form is not None:
         return branches.get(form, default)(*args)
     return lax.platform_dependent(*args, **branches, default=default) if branches else default(*args)
-
-
-def on_cpu_or_elsewhere(on_cpu: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Pytree) -> Tree:
-    """`on_cpu(*args)` if the program is lowered for a CPU, `elsewhere(*args)` for any other platform."""
-    return by_platform(elsewhere, *args, cpu=on_cpu)
 
 
 def on_one_device(

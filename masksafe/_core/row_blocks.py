@@ -45,7 +45,7 @@ def map_row_blocks(
     loop = _Loop(_with_totals(fn, has_totals), rows.shape[:leading], size)
     # What a loop carries varies over the devices over which any of its arguments does.
     in_one_pass = lambda *args: sharding.vary_with(loop.fn(*args), args)  # noqa: E731
-    results = platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)
+    results = platforms.by_platform(in_one_pass, *args, cpu=functools.partial(_in_blocks, loop))
     return results if has_totals else results[0]
 
 

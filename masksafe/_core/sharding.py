@@ -124,6 +124,12 @@ def vary_with(tree: Tree, others: Pytree) -> Tree:
     return jax.tree.map(moved, tree)
 
 
+def broadcast_like(x: Array, like: Array) -> Array:
+    """`x` in the shape of `like`, split over devices and varying over them alike: a cotangent of it."""
+    x = x * jnp.ones_like(like) if is_sharded(like) else jnp.broadcast_to(x, like.shape)
+    return vary_with(x, like)
+
+
 def zeros_of_types(shapes: Pytree, others: Pytree) -> Pytree:
     """Zeros of the types that `jax.eval_shape` returned for a function of the arrays of `others`."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -110,5 +110,5 @@ def _min(segments: Segments, x: Array, weighting: Weighting) -> Array:
 def _reduce(is_max: bool, segments: Segments, x: Array, limit: Array | float) -> Array:
     """The extremum of each segment, over all devices; NaN if an unmasked element is NaN."""
     on_cpu = functools.partial(segments.extremum, is_max, limit=limit)
-    elsewhere = functools.partial(segments.extremum_by_order, is_max, limit=limit, is_wide=True)
-    return over_devices(is_max, platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x), segments.devices)
+    on_accelerator = functools.partial(segments.extremum_by_order, is_max, limit=limit, is_wide=True)
+    return over_devices(is_max, platforms.by_platform(on_accelerator, x, cpu=on_cpu), segments.devices)

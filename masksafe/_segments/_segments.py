@@ -61,7 +61,7 @@ class Segments:
         if x.dtype != jnp.bfloat16:
             return plain(x)
         by_order = functools.partial(self.extremum_by_order, is_max, limit=limit, is_wide=False)
-        return platforms.on_cpu_or_elsewhere(by_order, plain, x)
+        return platforms.by_platform(plain, x, cpu=by_order)
 
     def max(self, x: Array) -> Array:
         """The largest element of each segment, wide, over all devices; -inf for an empty one."""

@@ -9,7 +9,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, sharding
-from masksafe._core.labels import is_class, is_soft
+from masksafe._core.labels import at_labels, is_soft
 from masksafe._core.masks import masks_rows, read_mask
 from masksafe._core.precision import promoted
 from masksafe._core.public_op import public_op
@@ -260,10 +260,7 @@ def _weighted_by_labels(
     """The losses `[...]` times the weights of their labels' classes; those at a masked class stay as they are."""
     _, labels, unmasked = inputs.rows(axes)
     if unmasked is not None and not masks_rows(unmasked, (-1,)):
-        devices, number = sharding.Devices(axis_name), unmasked.shape[-1]
-        here = devices.local(labels, number)
-        is_here = is_class(here, number)
-        unmasked = devices.any(is_here & elements_at(unmasked, jnp.where(is_here, here, 0)))
+        unmasked = at_labels(unmasked, labels, axis_name, elements_at) != 0
     unmasked = None if unmasked is None else unmasked.squeeze(-1)
     class_weights = _arguments.cleaned_class_weights(class_weights)
     weights = _arguments.weights_of_labels(class_weights, inputs.labels, unmasked, axis_name)

@@ -139,8 +139,9 @@ def with_block_size(fn: Callable[..., Tree], size: int | None, pairs: int, *args
         return fn(size, *args)
     choices = platforms.choices()
     sizes = (choices.pair_block_elements, choices.pair_block_elements_elsewhere)
-    on_cpu, elsewhere = (functools.partial(fn, max(choices.fewest_rows_of_pairs, n // max(1, pairs))) for n in sizes)
-    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
+    rows = [max(choices.fewest_rows_of_pairs, n // max(1, pairs)) for n in sizes]
+    on_cpu, on_accelerator = (functools.partial(fn, n) for n in rows)
+    return platforms.by_platform(on_accelerator, *args, cpu=on_cpu)
 
 
 # The columns of all devices.

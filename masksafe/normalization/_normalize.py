@@ -117,7 +117,7 @@ def _reverse(norm: Norm, residuals: tuple[NormInputs, Moments], d_y: Array) -> t
     is_one_kernel = norm.rows.are_one_kernel(inputs.x, inputs.where)  # which has no symbolic size
     if leading and is_one_kernel and d_y.size <= platforms.choices().most_elements_in_one_pass:
         by_kernels = functools.partial(_slopes_by_kernels, norm, slopes)
-        slopes = functools.partial(platforms.on_cpu_or_elsewhere, by_kernels, slopes)
+        slopes = functools.partial(platforms.by_platform, slopes, cpu=by_kernels)
     (d_x, d_weights), totals = row_blocks.map_row_blocks(slopes, *args, leading=leading, has_totals=True)
     like = lambda p, d: None if p is None else d.reshape(p.shape).astype(p.dtype)  # noqa: E731
     d_scale, d_bias = map(like, parameters, totals)

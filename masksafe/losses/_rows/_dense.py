@@ -108,7 +108,7 @@ def _is_one_kernel(value_alone: bool, where: Array | None, *rows: Array) -> bool
 def _value(config: RowLoss, inputs: Labelled, number: Array | None) -> Arrays:
     if is_soft(inputs.labels) and _is_loss_one_kernel(config, inputs):
         kernel = functools.partial(_loss_in_one_kernel, config)
-        return platforms.on_cpu_or_elsewhere(kernel, functools.partial(_value_by_rows, config), inputs, number)
+        return platforms.by_platform(functools.partial(_value_by_rows, config), inputs, number, cpu=kernel)
     return platforms.unfused(_forward(config, inputs, number, value_alone=True)[0], on="cpu")
 
 

@@ -127,7 +127,7 @@ class RowFormula:
         """The cotangents of some x and of their targets, by the terms."""
         formula, largest = self.for_one_derivative(), d_sums.largest
         terms, pull_back = jax.vjp(lambda x, t: formula.terms(part._replace(targets=t), x, largest), x, part.targets)
-        return pull_back(jax.tree.map(_spread_like, terms, self.of_terms(d_sums)))
+        return pull_back(jax.tree.map(sharding.broadcast_like, self.of_terms(d_sums), terms))
 
     def of_terms(self, sums: Any) -> Any:
         """The sums of terms, without the others."""
@@ -136,11 +136,6 @@ class RowFormula:
     def with_label(self, d_x: Array, part: LogitPart, d_sums: Any) -> Array:
         """The cotangents of x, from those by the terms."""
         return d_x
-
-
-def _spread_like(term: Array, d: Array) -> Array:
-    d = d * jnp.ones_like(term) if sharding.is_sharded(term) else jnp.broadcast_to(d, term.shape)  # split like the term
-    return sharding.vary_with(d, term)
 
 
 def has_probabilities(sums: Any) -> Array:

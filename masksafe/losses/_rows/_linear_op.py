@@ -83,8 +83,8 @@ def _forward(
     else:
         d_rows = None if d_outputs is None else _on_one_axis(d_outputs)
         forms = (functools.partial(form, options) for form in (_token_blocks.sums_and_gradients, _class_tiles.sums))
-        flat, schedules = inputs.flat, _schedules(options, inputs, *forms)
-        sums, gradients = platforms.on_cpu_or_elsewhere(*schedules, flat, None, d_rows)
+        flat, (on_cpu, on_accelerator) = inputs.flat, _schedules(options, inputs, *forms)
+        sums, gradients = platforms.by_platform(on_accelerator, flat, None, d_rows, cpu=on_cpu)
         number = inputs.classes(options.axis_name).number
         row_outputs = nan_if_bad(options.formula, options.formula.outputs(sums, number), flat.data, number)
         outputs = tuple(selected(x[:, 0].reshape(inputs.tokens), inputs.unmasked) for x in row_outputs)
@@ -103,8 +103,7 @@ def _in_one_pass(options: Options, inputs: LinearInputs, d_outputs: Arrays | Non
     wide = jax.tree.map(widened if _is_float16(inputs) else lambda x: x, inputs.layers[:number])
     plain = lambda layers: _plain(options, inputs._replace(layers=(*layers, *inputs.layers[number:])), None)  # noqa: E731
     outputs, reverse = jax.vjp(plain, wide)
-    # The product with ones splits the cotangents over devices like the outputs.
-    (gradients,) = reverse(tuple(d.astype(x.dtype) * jnp.ones_like(x) for d, x in zip(d_outputs, outputs, strict=True)))
+    (gradients,) = reverse(jax.tree.map(lambda d, x: sharding.broadcast_like(d.astype(x.dtype), x), d_outputs, outputs))
     flat = [d._replace(features=as_rows(d.features, len(inputs.tokens))) for d in gradients]
     return outputs, tuple(jax.tree.map(lambda d: d.astype(inputs.sum_dtype), flat))
 
@@ -122,10 +121,10 @@ def _needs_one_pass(inputs: LinearInputs) -> bool:
 def _schedules(
     options: Options, inputs: LinearInputs, in_blocks: Callable[..., Pytree], in_tiles: Callable[..., Pytree]
 ) -> list[Callable[..., Pytree]]:
-    """`in_blocks` on a CPU; elsewhere `in_tiles`, if the formula can be computed in them. Both with their sizes."""
+    """`in_blocks` on a CPU, on accelerators `in_tiles`, if the formula can be computed in them; both with their sizes."""
     sizes_if = functools.partial(options.sizes, inputs, is_masked=inputs.unmasked is not None)
-    elsewhere = in_tiles if isinstance(options.formula, CrossEntropy) else in_blocks
-    return [functools.partial(in_blocks, sizes_if(True)), functools.partial(elsewhere, sizes_if(False))]
+    on_accelerator = in_tiles if isinstance(options.formula, CrossEntropy) else in_blocks
+    return [functools.partial(in_blocks, sizes_if(True)), functools.partial(on_accelerator, sizes_if(False))]
 
 
 def _sum_of(outputs: Arrays, weights: Arrays) -> Array:
@@ -259,8 +258,8 @@ def _gradients(
 
     if residuals.sums is None:
         return jax.tree.map(lambda d, dtype: d.astype(dtype), multiplied(inputs.flat, residuals, factor), dtypes)
-    schedules = _schedules(options, inputs, in_blocks, in_tiles)
-    return platforms.on_cpu_or_elsewhere(*schedules, inputs.flat, residuals, d_outputs, factor)
+    on_cpu, on_accelerator = _schedules(options, inputs, in_blocks, in_tiles)
+    return platforms.by_platform(on_accelerator, inputs.flat, residuals, d_outputs, factor, cpu=on_cpu)
 
 
 def _is_needed(d_rows: Arrays) -> Array:
