@@ -64,7 +64,7 @@ def rule(
     return op  # type: ignore[return-value]
 
 
-def rule_of_kernels(
+def rule_with_plain_form(
     forward: Callable[_Args, tuple[_Result, Pytree]],
     reverse: Callable[..., _Cotangents],
     in_reverse: Callable[..., tuple[Pytree, ...]] | None = None,
@@ -130,15 +130,15 @@ def rule_of_kernels(
 
 
 def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
-    """Decorates a kernel that JAX cannot differentiate with the derivatives of `plain`, an equivalent function.
+    """Decorates a function that JAX cannot differentiate with the derivatives of `plain`, an equivalent function.
 
-    A loop whose length depends on values has no reverse mode. Where JAX has to differentiate the kernel, in forward
+    A loop whose length depends on values has no reverse mode. Where JAX has to differentiate the function, in forward
     mode or for a second derivative, it differentiates `plain` instead, to any order. The first argument of both
     functions is static.
     """
 
-    def decorate(kernel: Function) -> Function:
-        op = jax.custom_jvp(kernel, nondiff_argnums=(0,))
+    def decorate(fn: Function) -> Function:
+        op = jax.custom_jvp(fn, nondiff_argnums=(0,))
 
         @functools.partial(op.defjvp, symbolic_zeros=True)
         def jvp(config: Pytree, primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) -> Pytree:
@@ -155,7 +155,7 @@ def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
             values, active_tangents = ([a[i] for i in active] for a in (leaves, leaf_tangents))
             return results, jax.jvp(plain_of_active, values, active_tangents)[1]
 
-        return functools.wraps(kernel)(op)  # type: ignore[return-value]
+        return functools.wraps(fn)(op)  # type: ignore[return-value]
 
     return decorate
 
@@ -163,7 +163,7 @@ def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
 def nan_in_derivatives(results: Tree) -> Tree:
     """The results; where one is NaN, its tangent or cotangent is NaN as well, unless that is 0.
 
-    For kernels whose plain form has no NaN. A NaN that the user replaces after the op has no part in a gradient.
+    For ops whose plain form has no NaN. A NaN that the user replaces after the op has no part in a gradient.
     """
     return jax.tree.map(_nan_in_derivatives, results)  # one by one: else all would be computed if one is needed
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms, sharding, unfolded
+from masksafe._core import platforms, run_time, sharding
 from masksafe._core.linear import with_tangent_of
 from masksafe._core.masks import Weighting, selected
 from masksafe._core.precision import widened
@@ -74,7 +74,7 @@ class Rows(NamedTuple):
         """
         x, axes = jax.tree.leaves(arrays)[0], sorted(self.axes)
         are_neighbours = len(axes) > 1 and axes[-1] - axes[0] < len(axes)
-        if platforms.choices().has_kernel_library or not are_neighbours or not sharding.may_loop(arrays):
+        if platforms.choices().has_fusion_library or not are_neighbours or not sharding.may_loop(arrays):
             return self, arrays
         first, end = x.ndim + axes[0], x.ndim + axes[-1] + 1
 
@@ -90,14 +90,14 @@ class Rows(NamedTuple):
             groups = groups._replace(axis=groups.axis + len(axes) - 1)
         return self._replace(axes=(axes[-1],), groups=groups), jax.tree.map(merged, arrays)
 
-    def are_one_kernel(self, x: Array, where: Array | None) -> bool:
-        """Whether XLA's library for CPUs makes one kernel of sums over rows and of a result computed from them.
+    def are_one_fusion(self, x: Array, where: Array | None) -> bool:
+        """Whether XLA's library for CPUs makes one fusion of sums over rows and of a result computed from them.
 
         Then many rows need no blocks. The library neither selects nor widens float16.
         """
         if sharding.has_symbolic_size(x) or x.size <= 2 * platforms.choices().row_block_elements:
             return False
-        is_arithmetic = where is None and x.dtype != jnp.float16 and platforms.choices().has_kernel_library
+        is_arithmetic = where is None and x.dtype != jnp.float16 and platforms.choices().has_fusion_library
         return is_arithmetic and not self.devices.are_many and not sharding.is_on_automatic_mesh(x)
 
     def sums(self, *terms: Array) -> Arrays:
@@ -127,7 +127,7 @@ class Rows(NamedTuple):
 
     def gathered_to_unmasked(self, values: Array, x: Array, where: Array | None) -> Array:
         # Times an unknown 1: in the reverse pass XLA would add up constant cotangents while it compiles.
-        return selected(jnp.broadcast_to(values, x.shape) * unfolded.unknown(1, values.dtype), where)
+        return selected(jnp.broadcast_to(values, x.shape) * run_time.unknown(1, values.dtype), where)
 
     def average(self, terms: Array, weighting: Weighting) -> tuple[Array | None, Array]:
         """The weight of each row, as in `Moments`, and the sum of weighted terms divided by it."""
@@ -236,13 +236,13 @@ def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:
     """
     where, weights = weighting
     if weights is not None:
-        total = unfolded.sum_of(weights, axes, keepdims=True)
+        total = run_time.sum_of(weights, axes, keepdims=True)
     elif where is None:
         total = jnp.asarray(math.prod(x.shape[a] for a in axes))
     else:
         # Counted before broadcasting: cheaper, and the integer cannot overflow for a huge array.
         repeats = math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
-        total = unfolded.number_of(where, axes, keepdims=True).astype(jnp.finfo(x.dtype).dtype) * repeats
+        total = run_time.number_of(where, axes, keepdims=True).astype(jnp.finfo(x.dtype).dtype) * repeats
     reduced = [a % x.ndim for a in axes]
     shape = [1 if a in reduced else n for a, n in enumerate(x.shape)]
     return jnp.broadcast_to(total.astype(jnp.finfo(x.dtype).dtype), shape)

@@ -20,7 +20,7 @@ from masksafe._core import switches
 from masksafe._core.sharding import Devices, has_symbolic_size, is_sharded
 from masksafe._core.typing import Array, Pytree, Tree
 
-Axes = tuple[str, ...]  # of a mesh
+MeshAxes = tuple[str, ...]  # of a mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Split:
     """How the named dimensions of an op are split over the explicit axes of a mesh; the others are whole."""
 
     mesh: AbstractMesh
-    manual: Axes  # the axes of the shard_map
-    named: tuple[tuple[str, Axes], ...]
+    manual: MeshAxes  # the axes of the shard_map
+    named: tuple[tuple[str, MeshAxes], ...]
 
-    def axes(self, *names: str) -> Axes:
+    def axes(self, *names: str) -> MeshAxes:
         """The axes that split any of the dimensions."""
         return tuple(axis for name, axes in self.named if name in names for axis in axes)
 
@@ -92,8 +92,8 @@ def split_of(args: Pytree, names: Pytree) -> Split | None:
     return Split(mesh, _manual_axes(mesh), tuple(_split_dimensions(mesh, arrays, jax.tree.leaves(names)).items()))
 
 
-def _split_dimensions(mesh: AbstractMesh, arrays: list[Array], names: list[PartitionSpec]) -> dict[str, Axes]:
-    found: dict[str, Axes] = {}
+def _split_dimensions(mesh: AbstractMesh, arrays: list[Array], names: list[PartitionSpec]) -> dict[str, MeshAxes]:
+    found: dict[str, MeshAxes] = {}
     sizes: dict[str, list[int]] = {}
     for x, dimensions in zip(arrays, names, strict=True):
         for name, size, spec in zip(dimensions, x.shape, tuple(jax.typeof(x).sharding.spec), strict=False):
@@ -107,10 +107,10 @@ def _split_dimensions(mesh: AbstractMesh, arrays: list[Array], names: list[Parti
     return {name: axes for name, axes in found.items() if not any(size % numbers[name] for size in sizes[name])}
 
 
-def _manual_axes(mesh: AbstractMesh) -> Axes:
+def _manual_axes(mesh: AbstractMesh) -> MeshAxes:
     """All explicit axes, also those that split no array: JAX has no second derivatives otherwise (jax 0.12).
 
-    Axes over which an enclosing `jax.vmap` is split are left out: JAX refuses them, and only a try shows which they
+    MeshAxes over which an enclosing `jax.vmap` is split are left out: JAX refuses them, and only a try shows which they
     are.
     """
 

@@ -93,7 +93,7 @@ class LinearSizes(NamedTuple):
     most_tokens_if_masked: int = 256
     class_tile_elements: int = 2**20  # of the kernel or the logits, whichever is larger: these pass through the cache
 
-    # The same elsewhere. Each tile of classes reads the features and their gradient again, each block of tokens the
+    # On accelerators. Each tile of classes reads the features and their gradient again, each block of tokens the
     # kernel and its gradient; with eight logits for each feature this adds about a tenth to the memory traffic of the
     # logits. A tile has 128 to 512 MiB of float32 logits, but no more than a quarter of all. With a mask at least two
     # blocks are needed to skip one, and tiles of twice the size make up for the smaller blocks.
@@ -103,14 +103,14 @@ class LinearSizes(NamedTuple):
     least_tokens_if_masked: int = 2048  # in the largest block
     most_tokens_of_one_block: int = 512  # up to this many are one block, masked or not
 
-    # Divergences need whole rows of logits of both sides: elsewhere 256 MiB of float32 of each.
-    token_block_elements_elsewhere: int = 2**26
+    # Divergences need whole rows of logits of both sides: on accelerators 256 MiB of float32 of each.
+    token_block_elements_on_accelerators: int = 2**26
 
 
 class Choices(NamedTuple):
     """What is chosen for a platform. It is part of the key of a compiled program."""
 
-    form: Literal["cpu", "elsewhere", "cuda", "tpu"] | None = None  # on every platform; None: each has its own
+    form: Literal["cpu", "accelerator", "cuda", "tpu"] | None = None  # on every platform; None: each has its own
     attention: AttentionSizes = AttentionSizes()
     linear: LinearSizes = LinearSizes()
     interprets: Pytree = False  # kernels of Pallas; or `pltpu.InterpretParams`
@@ -119,31 +119,31 @@ class Choices(NamedTuple):
     # time of the cross-entropy hardly changes; smaller blocks add overhead, larger ones do not fit into the cache.
     row_block_elements: int = 2**18
 
-    # Whether XLA's CPU compiler has a library that makes one kernel of arithmetic and the sums over rows within it,
+    # Whether XLA's CPU compiler has a library that makes one fusion of arithmetic and the sums over rows within it,
     # which jax 0.12 has and jax 0.10 has not. What lies between was not measured.
-    has_kernel_library: bool = jax.__version_info__ >= (0, 12)
+    has_fusion_library: bool = jax.__version_info__ >= (0, 12)
 
     # A CPU's allocator keeps temporaries below 32 MiB, which are a few arrays of this many float32. For larger ones it
     # asks the system in every call, which takes longer than the work: there blocks win, while below they take up to
     # twice as long. Without the library, rows of more than 2**20 elements take longer in one pass.
-    most_elements_in_one_pass: int = 2**21 if has_kernel_library else 2**20
+    most_elements_in_one_pass: int = 2**21 if has_fusion_library else 2**20
 
     # A row of this many elements is still in the cache for the second sum over it. One of 50257 is not: the
     # logsumexps of such rows take a third of the time in blocks.
-    longest_row_of_kernels: int = 2**15
-    fewest_elements_of_kernels: int = 2**12  # the library leaves smaller arrays alone
+    longest_row_of_fusions: int = 2**15
+    fewest_elements_of_fusions: int = 2**12  # the library leaves smaller arrays alone
 
     # The logits of a block of rows, of all pairs of a batch: 16 MiB of float32 on a CPU, where blocks of a quarter of
-    # that take a tenth longer; elsewhere 128 MiB.
+    # that take a tenth longer; on accelerators 128 MiB.
     pair_block_elements: int = 2**22
-    pair_block_elements_elsewhere: int = 2**25
+    pair_block_elements_on_accelerators: int = 2**25
     fewest_rows_of_pairs: int = 64
 
-    # With at least this many rows per segment, and in all, rows are added up in parts. A part has 16 rows per segment:
-    # the sums of all parts take a 16th of the memory of the data.
-    fewest_rows_of_segments_in_parts: int = 2**7
-    fewest_rows_in_parts: int = 2**12
-    rows_of_part_by_segments: int = 2**4
+    # With at least this many rows per segment, and in all, rows are added up in chunks. A chunk has 16 rows per
+    # segment: the sums of all chunks take a 16th of the memory of the data.
+    fewest_rows_of_segments_in_chunks: int = 2**7
+    fewest_rows_in_chunks: int = 2**12
+    rows_of_chunk_by_segments: int = 2**4
 
 
 _choices = jax.make_user_context(default_value=Choices())

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import derivatives, masks, per_device, platforms, precision, sharding, tiles, unfolded
+from masksafe._core import derivatives, masks, per_device, platforms, precision, run_time, sharding, tiles
 from masksafe._core.typing import Array, Arrays, Axes, DType, Pytree, Tree
 
 _WithTotals = Callable[..., tuple[Pytree, Pytree]]  # the results of each row, and sums over the rows
@@ -19,7 +19,7 @@ _WithTotals = Callable[..., tuple[Pytree, Pytree]]  # the results of each row, a
 def map_row_blocks(
     fn: Callable[..., Tree], *args: Pytree, leading: int | None = None, has_totals: bool = False
 ) -> Tree:
-    """`fn(*args)`, computed block by block on a CPU if the rows are large, and in one pass elsewhere.
+    """`fn(*args)`, computed block by block on a CPU if the rows are large, and in one pass on accelerators.
 
     XLA's CPU compiler writes an array that two reductions share, such as a masked array or a 16-bit array
     widened to float32, to memory as a whole; a block of it never leaves the cache. On a GPU the reductions are
@@ -58,7 +58,7 @@ def sums_over_rows(
 ) -> Arrays:
     """The sums of the terms over the unmasked elements of each row; anything in a masked row. Axes keep size 1.
 
-    The caller selects what it computes from the sums, once: XLA's compiler for CPUs makes one kernel of both.
+    The caller selects what it computes from the sums, once: XLA's compiler for CPUs makes one fusion of both.
 
     Args:
       terms: a function of the arrays, wide and with 0 for the masked elements of unmasked rows, and of the others. Its
@@ -72,10 +72,10 @@ def sums_over_rows(
 
     def sums(arrays: Sequence[Array], where: Array | None, *others: Array) -> Arrays:
         wide = (precision.widened(masks.selected(x, where)) for x in arrays)
-        return tuple(unfolded.sum_of(term, row_axes, keepdims=True) for term in terms(*wide, *others))
+        return tuple(run_time.sum_of(term, row_axes, keepdims=True) for term in terms(*wide, *others))
 
-    # XLA's library for CPUs makes kernels of this that write no array, but neither selects nor widens float16.
-    if platforms.choices().has_kernel_library and not others and all(x.dtype != jnp.float16 for x in arrays):
+    # XLA's library for CPUs makes fusions of this that write no array, but neither selects nor widens float16.
+    if platforms.choices().has_fusion_library and not others and all(x.dtype != jnp.float16 for x in arrays):
         arrays, where = derivatives.without_mask_of_rows(where, axes, *arrays)
         if where is None:
             return sums(arrays, None)
@@ -132,11 +132,11 @@ def _in_blocks(loop: _Loop, *args: Pytree) -> Pytree:
     whole, rest = divmod(count, loop.block_rows)
 
     def with_block(state: tuple[Pytree, Pytree], start: Array | int, size: int) -> tuple[Pytree, Pytree]:
-        rows = [f if f.shape[0] == 1 else tiles.part(f, {0: (start, size)}) for f in flat]
-        parts = [from_bits(f, a.dtype) for f, a in zip(rows, arrays, strict=True)]
-        mapped, added = loop.fn(*jax.tree.unflatten(tree, parts))
+        rows = [f if f.shape[0] == 1 else tiles.slice_at(f, {0: (start, size)}) for f in flat]
+        block = [from_bits(f, a.dtype) for f, a in zip(rows, arrays, strict=True)]
+        mapped, added = loop.fn(*jax.tree.unflatten(tree, block))
         # Results are written in place: to append those of the remainder would copy all of them.
-        put = lambda x, rows: tiles.with_part(x, as_bits(rows), {0: (start, size)})  # noqa: E731
+        put = lambda x, rows: tiles.with_slice(x, as_bits(rows), {0: (start, size)})  # noqa: E731
         return jax.tree.map(put, state[0], mapped), jax.tree.map(jnp.add, state[1], added)
 
     outputs, totals = jax.eval_shape(loop.fn, *args)
@@ -169,4 +169,4 @@ def from_bits(a: Array, dtype: DType) -> Array:
 
 
 def _is_sliced_as_bits(dtype: DType) -> bool:
-    return dtype == jnp.bfloat16 and not platforms.choices().has_kernel_library
+    return dtype == jnp.bfloat16 and not platforms.choices().has_fusion_library

@@ -18,9 +18,9 @@ from masksafe._core.exponentials import Exponentials, shift_of
 from masksafe._core.groups import Groups
 from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype, widened
+from masksafe._core.run_time import unknown
 from masksafe._core.switches import uses_plain_rules
 from masksafe._core.typing import Array, Arrays, Pytree
-from masksafe._core.unfolded import unknown
 
 # Decorates a function of which a reverse pass keeps the arguments alone: a result and its mask, or `x`, its mask and
 # sums of groups. Otherwise it would keep two wide arrays.

@@ -13,7 +13,7 @@ from masksafe._core.typing import Array, Index, Pytree, Tree
 
 
 class Tile(NamedTuple):
-    """Part of an axis: `size` consecutive positions from `start`; those before `first` belong to the tile before it."""
+    """`size` consecutive positions of an axis, from `start`; those before `first` belong to the tile before it."""
 
     start: Array | int
     size: int
@@ -93,15 +93,15 @@ def whole(length: int) -> Tile:
 
 
 def take(tree: Tree, axis: int, tile: Tile) -> Tree:
-    """The parts of the arrays in a tile of `axis`."""
-    return jax.tree.map(lambda x: part(x, {axis: (tile.start, tile.size)}), tree)
+    """The slices of the arrays in a tile of `axis`."""
+    return jax.tree.map(lambda x: slice_at(x, {axis: (tile.start, tile.size)}), tree)
 
 
-Places = Mapping[int, tuple[Index, int]]  # for each cut axis, the start and the size of the part
+Places = Mapping[int, tuple[Index, int]]  # for each cut axis, the start and the size of the slice
 
 
-def part(x: Array, places: Places) -> Array:
-    """The part of `x` at the places; an axis without a place is whole."""
+def slice_at(x: Array, places: Places) -> Array:
+    """The slice of `x` at the places; an axis without a place is whole."""
     starts, sizes = _bounds(x, places)
     if sizes == x.shape:
         return x
@@ -110,15 +110,15 @@ def part(x: Array, places: Places) -> Array:
     return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
-def with_part(x: Array, new: Array, places: Places) -> Array:
-    """`x` with `new` as the part at the places."""
+def with_slice(x: Array, new: Array, places: Places) -> Array:
+    """`x` with `new` as the slice at the places."""
     starts, sizes = _bounds(x, places)
     return new if sizes == x.shape else lax.dynamic_update_slice(x, new, starts, allow_negative_indices=False)
 
 
-def add_to_part(x: Array, addend: Array, places: Places) -> Array:
-    """`x` with `addend` added to the part at the places."""
-    return with_part(x, part(x, places) + addend, places)
+def add_to_slice(x: Array, addend: Array, places: Places) -> Array:
+    """`x` with `addend` added to the slice at the places."""
+    return with_slice(x, slice_at(x, places) + addend, places)
 
 
 def _bounds(x: Array, places: Places) -> tuple[list[Pytree], tuple[int, ...]]:

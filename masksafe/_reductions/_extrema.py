@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from masksafe._core import arguments, unfolded
+from masksafe._core import arguments, run_time
 from masksafe._core.extrema import extremum, over_devices
 from masksafe._core.moments import Rows
 from masksafe._core.public_op import public_op
@@ -107,5 +107,5 @@ def _reduce(is_max: bool, rows: Rows, x: Array, empty: float) -> Array:
     reduce = jnp.max if is_max else jnp.min
     here = reduce(x, rows.axes, keepdims=True, initial=empty)
     if jnp.issubdtype(x.dtype, jnp.floating):  # XLA's CPU compiler loses a NaN where it reduces many elements
-        here = jnp.where(unfolded.any_of(jnp.isnan(x), rows.axes, keepdims=True), jnp.nan, here)
+        here = jnp.where(run_time.any_of(jnp.isnan(x), rows.axes, keepdims=True), jnp.nan, here)
     return over_devices(is_max, here, rows.devices)

@@ -139,8 +139,8 @@ def value_and_grad_of_mean(
             result = fn(*(positional[i] for i in range(len(args))), **batch["kwargs"])
             return _as_mean_and_aux(result, has_aux, devices)
 
-        parts = _in_parts(batch, _axes_to_cut(in_axes, batch, len(args), active), microbatches)
-        sums, aux = _summed_over_parts(fn_of, devices.varying(params), parts)
+        parts = _in_microbatches(batch, _axes_to_cut(in_axes, batch, len(args), active), microbatches)
+        sums, aux = _summed_over_microbatches(fn_of, devices.varying(params), parts)
         sums, aux = devices.sum(sums), _map_means(devices.sum, aux)
         gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), sums.gradients_of_mean(), params)
         gradients = gradients[0] if isinstance(argnums, numbers.Integral) else gradients
@@ -230,7 +230,7 @@ def _is_axis(axis: object) -> bool:
 # The parts.
 
 
-class _Parts(NamedTuple):
+class _Microbatches(NamedTuple):
     number: int
     size: int | None  # of a part, along the axis that is cut; None if no array is cut
     leaves: list[Pytree]  # of the arguments
@@ -243,7 +243,7 @@ class _Parts(NamedTuple):
         return jax.tree.unflatten(self.tree, leaves)
 
 
-def _in_parts(batch: Pytree, axes: list[int | None], number: int) -> _Parts:
+def _in_microbatches(batch: Pytree, axes: list[int | None], number: int) -> _Microbatches:
     named, tree = jax.tree_util.tree_flatten_with_path(batch)
     leaves = {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": x for path, x in named}
     along = dict(zip(leaves, axes, strict=True))
@@ -256,14 +256,14 @@ def _in_parts(batch: Pytree, axes: list[int | None], number: int) -> _Parts:
             raise ValueError(message(_OP, name, f"shape {x.shape}", f"an axis {axis}, which in_axes says"))
         sizes[name] = x.shape[axis]
     if number == 1:
-        return _Parts(1, None, [*leaves.values()], [None] * len(leaves), tree)
+        return _Microbatches(1, None, [*leaves.values()], [None] * len(leaves), tree)
     if len(set(sizes.values())) > 1:
         found = "axes to cut of sizes " + " and ".join(f"{size} of {name}" for name, size in sizes.items())
         hint = "For what all parts share, in_axes is None." + _hint_of_keys(leaves[name] for name in sizes)
         raise ValueError(message(_OP, "arguments", found, "one size", hint))
     cut = [_cut(name, x, along[name], number) for name, x in leaves.items()]
     size = next((size // number for size in sizes.values()), None)
-    return _Parts(number, size, [*leaves.values()], cut, tree)
+    return _Microbatches(number, size, [*leaves.values()], cut, tree)
 
 
 def _cut(name: str, x: Pytree, axis: int | None, number: int) -> Array | None:
@@ -310,27 +310,29 @@ class _SumsOfMean(NamedTuple):
         return jax.tree.map(gradient, self.d_total, *([] if self.d_count is None else [self.d_count]))
 
 
-def _summed_over_parts(fn: Callable[..., Pytree], params: Pytree, parts: _Parts) -> tuple[_SumsOfMean, Pytree]:
+def _summed_over_microbatches(
+    fn: Callable[..., Pytree], params: Pytree, parts: _Microbatches
+) -> tuple[_SumsOfMean, Pytree]:
     """The sums, and aux, which is stacked along a new leading axis, except that its means are added up."""
 
-    def run_part(cut: list[Array | None]) -> tuple[_SumsOfMean, Pytree]:
-        return _sums_of_part(lambda params: fn(params, parts.joined(cut)), params)
+    def run_microbatch(cut: list[Array | None]) -> tuple[_SumsOfMean, Pytree]:
+        return _sums_of_microbatch(lambda params: fn(params, parts.joined(cut)), params)
 
     if parts.number == 1:
-        sums, aux = run_part(parts.cut)
+        sums, aux = run_microbatch(parts.cut)
         return sums, _map_means(lambda mean: mean, aux, lambda x: jnp.asarray(x)[None])
 
-    def run_numbered_part(cut: list[Array | None], index: Array | None) -> tuple[_SumsOfMean, Pytree]:
+    def run_numbered(cut: list[Array | None], index: Array | None) -> tuple[_SumsOfMean, Pytree]:
         with label_checks.in_microbatch(index, parts.number, parts.size):
-            return run_part(cut)
+            return run_microbatch(cut)
 
-    def step(sums: _SumsOfMean, numbered_part: tuple[list[Array | None], Array | None]) -> tuple[_SumsOfMean, Pytree]:
-        added, aux = run_numbered_part(*numbered_part)
+    def step(sums: _SumsOfMean, numbered: tuple[list[Array | None], Array | None]) -> tuple[_SumsOfMean, Pytree]:
+        added, aux = run_numbered(*numbered)
         gradients = jax.tree.map(jnp.add, sums[1:], added[1:])
         return _SumsOfMean(sums.mean + added.mean, *gradients), aux
 
     numbered = parts.cut, None if switches.label_check_mode() == "off" else jnp.arange(parts.number)
-    shapes, _ = jax.eval_shape(lambda numbered: run_numbered_part(*jax.tree.map(lambda x: x[0], numbered)), numbered)
+    shapes, _ = jax.eval_shape(lambda numbered: run_numbered(*jax.tree.map(lambda x: x[0], numbered)), numbered)
     sums, aux = lax.scan(step, sharding.zeros_of_types(shapes, (params, parts.cut)), numbered, length=parts.number)
     added_up = functools.partial(jax.tree.map, lambda x: jnp.sum(x, 0, dtype=x.dtype))
     return sums, _map_means(added_up, aux)
@@ -345,7 +347,7 @@ def _map_means(map_mean: _Map, tree: Pytree, map_other: _Map = lambda x: x) -> P
     return jax.tree.map(lambda x: map_mean(x) if is_mean(x) else map_other(x), tree, is_leaf=is_mean)
 
 
-def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) -> tuple[_SumsOfMean, Pytree]:
+def _sums_of_microbatch(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) -> tuple[_SumsOfMean, Pytree]:
     is_dependent: list[bool] = []
 
     def total_and_count(params: Pytree) -> Pytree:

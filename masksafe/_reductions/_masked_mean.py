@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, masks, moments, per_device, sharding, unfolded
+from masksafe._core import arguments, masks, moments, per_device, run_time, sharding
 from masksafe._core.precision import float_dtype, wide_dtype, widened
 from masksafe._core.typing import Array, ArrayLike, Axis, Pytree, jitted
 from masksafe._reductions._arguments import Reduction, prepared
@@ -212,8 +212,8 @@ def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Arr
     elements = x if x.dtype == jnp.bool_ and weights is None else moments.weighted(widened(x), weights)
     total = jnp.sum(elements, rows.axes)
     if weights is not None:
-        return total, unfolded.sum_of(jnp.broadcast_to(weights, x.shape), rows.axes)
-    return total, unfolded.number_of(jnp.broadcast_to(True if where is None else where, x.shape), rows.axes)
+        return total, run_time.sum_of(jnp.broadcast_to(weights, x.shape), rows.axes)
+    return total, run_time.number_of(jnp.broadcast_to(True if where is None else where, x.shape), rows.axes)
 
 
 @jitted(0)
@@ -233,14 +233,14 @@ def _total_and_count_of_parts(
         divisors, each = per_device.along_devices(of_rows, sharding.Devices(), args, names_of_args, (names, names))
     # Where all weights are 0, they have a gradient of 0.
     terms = jnp.where(divisors == 0, 0, terms / moments.nonzero_divisor(divisors).astype(jnp.finfo(terms.dtype).dtype))
-    return jnp.sum(terms), unfolded.number_of(each != 0)
+    return jnp.sum(terms), run_time.number_of(each != 0)
 
 
 def _weights_of_segments(
     _devices: sharding.Devices, ids: Array, where: Array | None, weights: Array | None
 ) -> tuple[Array, Array]:
     """The weight of its segment for each token, and that of each segment, of which there are at most as many."""
-    ids = unfolded.unknown(masks.selected(ids, where))  # XLA would sort constants while it compiles
+    ids = run_time.unknown(masks.selected(ids, where))  # XLA would sort constants while it compiles
     # The segments of all rows are numbered in the order of row and id.
     token = lax.iota(jnp.int32, ids.size).reshape(ids.shape)
     ids, order = lax.sort((ids, token), num_keys=1)

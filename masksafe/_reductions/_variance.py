@@ -146,7 +146,7 @@ def _reduce(
 
 def _forward(rows: Rows, x: Array, weighting: Weighting) -> tuple[Moments, tuple[Array, Weighting, Moments]]:
     moments_of = functools.partial(moments, rows)
-    if not rows.are_one_kernel(x, weighting.where):
+    if not rows.are_one_fusion(x, weighting.where):
         moments_of = functools.partial(row_blocks.map_row_blocks, moments_of, leading=rows.leading(x.ndim))
     found = moments_of(x, weighting)
     return found, (x, weighting, found)

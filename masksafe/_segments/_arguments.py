@@ -8,16 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, per_device, sharding, switches, unfolded
+from masksafe._core import arguments, label_checks, masks, per_device, run_time, sharding, switches
 from masksafe._core.typing import Array, jitted
 from masksafe._segments._segments import Segments
-
-Formula = Callable[..., Array]  # a function of its static options, the segments, the data and their weighting
 
 
 def compute(
     op: str,
-    formula: Formula,
+    formula: Callable[..., Array],
     data: Array,
     segment_ids: object,
     num_segments: object,
@@ -95,12 +93,12 @@ def _check_ids(op: str, ids: Array, where: Array | None, number: int) -> None:
 
 def _unmasked_rows(where: Array | None) -> Array | None:
     """Which rows have an unmasked element."""
-    return None if where is None else unfolded.any_of(where, tuple(range(1, where.ndim)))
+    return None if where is None else run_time.any_of(where, tuple(range(1, where.ndim)))
 
 
 @jitted(0, 1, 2)
 def _on_devices(
-    formula: Formula,
+    formula: Callable[..., Array],
     options: tuple[Hashable, ...],
     is_like_data: bool,
     segments: Segments,

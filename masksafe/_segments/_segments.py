@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import masks, platforms, sharding, unfolded
+from masksafe._core import masks, platforms, run_time, sharding
 from masksafe._core.extrema import as_ordered_integer, from_ordered_integer
 from masksafe._core.masks import Weighting
 from masksafe._core.moments import nonzero_divisor, weighted
@@ -75,17 +75,17 @@ class Segments:
     def sum(self, x: Array, where: Array | None = None) -> Array:
         """The sum of the unmasked elements of each segment, over all devices.
 
-        A device adds up the rows of each part one after the other, and then the parts.
+        A device adds up the rows of each chunk one after the other, and then the chunks.
         """
         x = masks.selected(x, where)
-        parts, part_segments = self._in_parts() if jnp.issubdtype(x.dtype, jnp.inexact) else (1, self)
-        sums = part_segments.combined(lax.scatter_add, x, 0)
-        if parts > 1:
-            sums = jnp.sum(sums.reshape(parts, self.number, *x.shape[1:]), 0)
+        chunks, chunk_segments = self._in_chunks() if jnp.issubdtype(x.dtype, jnp.inexact) else (1, self)
+        sums = chunk_segments.combined(lax.scatter_add, x, 0)
+        if chunks > 1:
+            sums = jnp.sum(sums.reshape(chunks, self.number, *x.shape[1:]), 0)
         return self.devices.sum(sums)
 
-    def _in_parts(self) -> tuple[int, Segments]:
-        """Into how many parts many rows of few segments are cut for a sum, and the segments of all parts.
+    def _in_chunks(self) -> tuple[int, Segments]:
+        """Into how many chunks many rows of few segments are cut for a sum, and the segments of all chunks.
 
         A sum of a million rows, one after the other, loses half of its digits. Sorted ids stay sorted, and an id out of
         range stays out of range.
@@ -93,12 +93,12 @@ class Segments:
         choices, ids, size = platforms.choices(), self.ids, self.ids.shape[0]
         if not sharding.may_loop((ids,)) or not isinstance(self.number, int):
             return 1, self
-        if size < max(choices.fewest_rows_in_parts, choices.fewest_rows_of_segments_in_parts * self.number):
+        if size < max(choices.fewest_rows_in_chunks, choices.fewest_rows_of_segments_in_chunks * self.number):
             return 1, self
-        parts = size // (choices.rows_of_part_by_segments * self.number)
-        part = lax.div(lax.iota(ids.dtype, size), jnp.asarray(-(-size // parts), ids.dtype))
-        slots = jnp.where(ids < self.number, ids + self.number * part, self.number * parts)
-        return parts, dataclasses.replace(self, ids=jnp.where(ids < 0, -1, slots), number=parts * self.number)
+        chunks = size // (choices.rows_of_chunk_by_segments * self.number)
+        chunk = lax.div(lax.iota(ids.dtype, size), jnp.asarray(-(-size // chunks), ids.dtype))
+        slots = jnp.where(ids < self.number, ids + self.number * chunk, self.number * chunks)
+        return chunks, dataclasses.replace(self, ids=jnp.where(ids < 0, -1, slots), number=chunks * self.number)
 
     def weighted_sum(self, x: Array, weighting: Weighting) -> Array:
         """The sum of elements, which are wide, times their weights."""
@@ -116,7 +116,7 @@ class Segments:
         counted = jnp.ones((self.ids.shape[0], *[1] * (x.ndim - 1)), bool) if where is None else where
         counted = counted.astype(jnp.int32)
         # XLA must not compute it while it compiles: a caller may have made ids and masks constant.
-        return self.devices.sum(self.combined(lax.scatter_add, counted, unfolded.unknown(0, jnp.int32)))
+        return self.devices.sum(self.combined(lax.scatter_add, counted, run_time.unknown(0, jnp.int32)))
 
     def gathered(self, values: Array) -> Array:
         """The value of its segment for each row; for a row out of range some other value, without a derivative."""
@@ -128,10 +128,10 @@ class Segments:
 
     def gathered_to_unmasked(self, values: Array, x: Array, where: Array | None = None) -> Array:
         """`gathered`, but 0 where masked. Its transpose is `sum` on a device, without a selection of rows."""
-        parts, part_segments = self._in_parts()
-        if parts > 1:
-            values = jnp.tile(values, (parts, *[1] * (values.ndim - 1)))
-        return masks.selected(_at_ids(part_segments.ids, values, lax.GatherScatterMode.FILL_OR_DROP), where)
+        chunks, chunk_segments = self._in_chunks()
+        if chunks > 1:
+            values = jnp.tile(values, (chunks, *[1] * (values.ndim - 1)))
+        return masks.selected(_at_ids(chunk_segments.ids, values, lax.GatherScatterMode.FILL_OR_DROP), where)
 
 
 def average(total: Array, weight: Array, weighting: Weighting) -> Array:

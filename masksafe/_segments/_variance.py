@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core import platforms, unfolded
+from masksafe._core import platforms, run_time
 from masksafe._core.arguments import as_epsilon, as_promoted_float_array, as_real_array
 from masksafe._core.derivatives import masked_in_derivatives
 from masksafe._core.masks import Weighting, both, selected
@@ -163,7 +163,7 @@ def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Arra
     """
     number = jnp.arange(x.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
     # Unknown while XLA compiles, which must not compute it: a caller may have made ids and masks constant.
-    start = unfolded.unknown(-1, jnp.int32)
+    start = run_time.unknown(-1, jnp.int32)
     last = segments.combined(lax.scatter_max, jnp.where(segments.unmasked(x, where), number, -1), start)
     if all(n == 1 for n in last.shape[1:]):
         elements = widened(dataclasses.replace(segments, ids=jnp.maximum(last, 0).reshape(-1)).gathered(x))

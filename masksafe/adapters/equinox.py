@@ -21,9 +21,9 @@ from jax import lax
 from masksafe._core.arguments import as_array, as_float_array, as_promoted_float_array, at_rank_of, message
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.precision import widened
+from masksafe._core.run_time import any_of
 from masksafe._core.sharding import Devices
 from masksafe._core.typing import Array, ArrayLike
-from masksafe._core.unfolded import any_of
 from masksafe.attention import dot_product_attention
 from masksafe.normalization import batch_norm, group_norm, layer_norm, rms_norm
 

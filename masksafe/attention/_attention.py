@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import platforms
-from masksafe._core.derivatives import rule_of_kernels
+from masksafe._core.derivatives import rule_with_plain_form
 from masksafe._core.linear import finite_or_zero, with_tangent_of, without_sign_of_zero
 from masksafe._core.masks import either
 from masksafe._core.per_device import along_devices
@@ -201,7 +201,7 @@ def _in_plain_reverse(_: Plan, args: tuple[Operands, Pairs], results: Partial, d
     return _contract.in_plain_reverse(args, d, ~jnp.isfinite(o)[..., 0], (m == -jnp.inf)[..., 0])
 
 
-_in_blocks = rule_of_kernels(_forward, _reverse, None, _value, _plain, _in_plain_reverse)
+_in_blocks = rule_with_plain_form(_forward, _reverse, None, _value, _plain, _in_plain_reverse)
 
 
 # The passes for the keys of one device, in the schedule of the platform.

@@ -37,10 +37,10 @@ from jax import lax
 from masksafe._core.exponentials import shift_of
 from masksafe._core.linear import finite_or_zero, with_finite_cotangent, without_sign_of_zero
 from masksafe._core.precision import wide_dtype
+from masksafe._core.run_time import any_of
 from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import once_if
 from masksafe._core.typing import Array, Arrays
-from masksafe._core.unfolded import any_of
 from masksafe.attention._merge import Partial
 from masksafe.attention._mods import modified, modified_where
 from masksafe.attention._pairs import Block

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from masksafe._core import sharding
 from masksafe._core.arguments import message
 from masksafe._core.precision import wide_dtype
+from masksafe._core.run_time import any_of
 from masksafe._core.typing import Array, DType
-from masksafe._core.unfolded import any_of
 from masksafe.attention._contract import Kernel, largest
 from masksafe.attention._pairs import Pairs, all_unmasked, by_heads, by_user, static_reach
 from masksafe.attention._plan import Operands, Plan

@@ -16,11 +16,11 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.extend.core import jaxpr_as_fun
 
-from masksafe._core.derivatives import rule_of_kernels
+from masksafe._core.derivatives import rule_with_plain_form
 from masksafe._core.linear import finite_or_zero, with_tangent_of, without_sign_of_zero
 from masksafe._core.precision import wide_dtype
+from masksafe._core.run_time import any_of
 from masksafe._core.typing import Array, DType
-from masksafe._core.unfolded import any_of
 from masksafe.attention import _pairs
 from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import Pairs, by_heads, by_key_head, by_query_head
@@ -232,7 +232,7 @@ def in_plain_reverse(args: tuple[Operands, Pairs], d: tuple[Array, Array], is_ba
     return (x, pairs._replace(unneeded=unneeded, showing=showing)), (do, dlse)
 
 
-_attend = rule_of_kernels(_forward, _reverse, None, _value, _plain, _in_plain_reverse)
+_attend = rule_with_plain_form(_forward, _reverse, None, _value, _plain, _in_plain_reverse)
 
 
 _T = TypeVar("_T")

@@ -32,7 +32,7 @@ from masksafe.attention._schedule import Schedule, keys_by_problem, parts_with_k
 
 def for_values(plan: Plan, x: Operands, pairs: Pairs, schedule: Schedule) -> "Formula | None":
     """The kernel for values, or None where they are computed in blocks of the schedule."""
-    if not platforms.choices().has_kernel_library or (plan.is_differentiated and not schedule.is_one_block):
+    if not platforms.choices().has_fusion_library or (plan.is_differentiated and not schedule.is_one_block):
         return None
     sizes, rows, num_keys = plan.sizes, math.prod(x.q.shape[:3]), x.k.shape[1]
     if plan.is_plain or not _is_served(plan, x, pairs) or rows < sizes.fewest_rows_of_kernels:

@@ -17,8 +17,8 @@ from masksafe._core.exponentials import shift_of
 from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
+from masksafe._core.run_time import any_of
 from masksafe._core.typing import Array, ArrayLike, Arrays
-from masksafe._core.unfolded import any_of
 
 _OP = "merge_attention"
 

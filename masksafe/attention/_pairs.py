@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 
 from masksafe._core.masks import both, either
+from masksafe._core.run_time import any_of, largest_of, unknown
 from masksafe._core.sharding import vary_with
-from masksafe._core.tiles import Tile, Tiles, add_to_part, once_if, part, whole
+from masksafe._core.tiles import Tile, Tiles, add_to_slice, once_if, slice_at, whole
 from masksafe._core.typing import Array
-from masksafe._core.unfolded import any_of, largest_of, unknown
 from masksafe.attention import _dropout
 from masksafe.attention._mods import Indices, Mod, mask_of
 from masksafe.attention._plan import Plan, Reach
@@ -82,14 +82,14 @@ _MASKS = (
 
 def cut(x: Array, axes: str, places: dict[str, Tile]) -> Array:
     """The part of `x` at the places; an axis of size 1, or without a place, stays whole."""
-    return part(x, _places_in(x, axes, places))
+    return slice_at(x, _places_in(x, axes, places))
 
 
 def add_at(x: Array, addend: Array, places: dict[str, Tile], names: str = OVER_PAIRS) -> Array:
     """`x`, an array over pairs, plus `addend` at the places, summed over the axes along which `x` broadcasts."""
     axes = [a for a in range(addend.ndim) if x.shape[a] == 1 < addend.shape[a]]
     summed = jnp.sum(addend, axes, keepdims=True) if axes else addend
-    return add_to_part(x, summed.astype(x.dtype), _places_in(x, names, places))
+    return add_to_slice(x, summed.astype(x.dtype), _places_in(x, names, places))
 
 
 def _places_in(x: Array, axes: str, places: dict[str, Tile]) -> dict[int, tuple[Any, int]]:

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.precision import wide_dtype
+from masksafe._core.run_time import any_of
 from masksafe._core.sharding import AxisName, Devices, vary_with
 from masksafe._core.tiles import Tile, divide, once_if
 from masksafe._core.typing import Array
-from masksafe._core.unfolded import any_of
 from masksafe.attention._block import Rows
 from masksafe.attention._contract import bad_keys
 from masksafe.attention._merge import Partial

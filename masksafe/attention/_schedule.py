@@ -24,15 +24,15 @@ from masksafe._core.sharding import may_loop
 from masksafe._core.tiles import (
     Tile,
     Tiles,
-    add_to_part,
+    add_to_slice,
     divide,
     element,
     for_tiles,
     loop,
-    part,
+    slice_at,
     take,
     whole,
-    with_part,
+    with_slice,
 )
 from masksafe._core.typing import Array
 from masksafe.attention import _block
@@ -155,7 +155,7 @@ Places = dict[str, Tile]
 def _queries_at(plan: Plan, x: Array, places: Places, num_key_heads: int) -> Array:
     group, heads = x.shape[2] // num_key_heads, places["k"]
     first = heads.start if group == 1 else heads.start * group
-    own = part(x, {0: (places["b"].start, places["b"].size), 2: (first, heads.size * group)})
+    own = slice_at(x, {0: (places["b"].start, places["b"].size), 2: (first, heads.size * group)})
     return queries_by_problem(own if plan.on_accelerator else widened(own), heads.size)
 
 
@@ -170,7 +170,7 @@ def _keys_at(plan: Plan, x: Array, places: Places) -> Array:
 
 def _part_of_keys(x: Array, places: Places) -> Array:
     axes = {"b": 0, "s": 1, "k": 2}
-    return part(x, {axis: (places[name].start, places[name].size) for name, axis in axes.items() if name in places})
+    return slice_at(x, {axis: (places[name].start, places[name].size) for name, axis in axes.items() if name in places})
 
 
 def _by_problem(schedule: Schedule, x: Operands, solve: Callable[[Any, Places], Any], carry: Any) -> Any:
@@ -282,7 +282,7 @@ def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pa
             )
             bias = None if state.bias is None or d.bias is None else add_at(state.bias, d.bias, here)
             captured = tuple(a + b.astype(a.dtype) for a, b in zip(state.captured, d.captured, strict=True))
-            dq = add_to_part(state.q, d.q, {3: (t.start, t.size)})
+            dq = add_to_slice(state.q, d.q, {3: (t.start, t.size)})
             return Gradients(dq, state.k + d.k, state.v + d.v, bias, captured)
 
         no_dk, no_dv = (jnp.zeros_like(jnp.swapaxes(a, 2, axis_of_keys), wide) for a in (k, v))
@@ -303,9 +303,9 @@ def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pa
             place = {axis_of_keys: (s.start, s.size)}
             column = None if table is None else element(table, j, 1)
             add = lambda i, own_keys: pull_back_block(own_keys, _tile(query_tiles, i, queries), s)  # noqa: E731
-            own_keys = state._replace(k=part(state.k, place), v=part(state.v, place))
+            own_keys = state._replace(k=slice_at(state.k, place), v=slice_at(state.v, place))
             own_keys = for_tiles(column, query_tiles.number, add, own_keys)
-            return own_keys._replace(k=with_part(state.k, own_keys.k, place), v=with_part(state.v, own_keys.v, place))
+            return own_keys._replace(k=with_slice(state.k, own_keys.k, place), v=with_slice(state.v, own_keys.v, place))
 
         return on_keys(0, state) if key_tiles.number == 1 else loop(0, key_tiles.number, on_keys, state)
 

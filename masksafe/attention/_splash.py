@@ -24,7 +24,7 @@ from jax import lax
 
 from masksafe._core import call_site, platforms
 from masksafe._core.arguments import message
-from masksafe._core.derivatives import rule_of_kernels
+from masksafe._core.derivatives import rule_with_plain_form
 from masksafe._core.sharding import has_symbolic_size
 from masksafe._core.typing import Array
 from masksafe.attention import _contract
@@ -193,7 +193,7 @@ def _in_plain_reverse(_: Config, args: tuple[Operands, Pairs], results: tuple[Ar
     return _contract.in_plain_reverse(args, d, jnp.isnan(results[1]), results[1] == -jnp.inf)
 
 
-_attend = rule_of_kernels(_forward, _reverse, None, _value, _plain, _in_plain_reverse)
+_attend = rule_with_plain_form(_forward, _reverse, None, _value, _plain, _in_plain_reverse)
 
 
 # On one device. Arrays of the kernels are [B, heads, time, width], and time is a multiple of a block.

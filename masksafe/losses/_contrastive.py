@@ -14,7 +14,14 @@ from masksafe._core import arguments, masks, per_device, precision, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, Pytree, jitted
 from masksafe._reductions import mean
-from masksafe.losses._negatives import NegativesConfig, Reduction, Scaling, Side, over_negatives, value_over_negatives
+from masksafe.losses._negatives import (
+    NegativesConfig,
+    RowReduction,
+    Scaling,
+    Side,
+    over_negatives,
+    value_over_negatives,
+)
 from masksafe.losses._rows import _arguments
 
 
@@ -182,7 +189,7 @@ def _read_and_evaluate(
 ) -> Array:
     arguments.as_choice(op, "reduction", reduction, REDUCTIONS)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
-    row_reduction: Reduction = "logsumexp" if batch.bias is None else "softplus"
+    row_reduction: RowReduction = "logsumexp" if batch.bias is None else "softplus"
     block_size = _arguments.read_block_size(op, block_size)
     return _loss(NegativesConfig(row_reduction, symmetric, block_size, devices), reduction, batch)
 

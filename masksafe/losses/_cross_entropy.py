@@ -111,7 +111,7 @@ def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
     return label_checks.nan_where_bad(loss.astype(dtype), bad_rows)
 
 
-class _Options(TypedDict, total=False):
+class _Keywords(TypedDict, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
     axis_name: str | None
@@ -128,7 +128,7 @@ def softmax_cross_entropy_with_integer_labels(
     where: ArrayLike | None = None,
     *,
     with_components: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_Keywords],
 ) -> Array: ...
 
 
@@ -140,7 +140,7 @@ def softmax_cross_entropy_with_integer_labels(
     where: ArrayLike | None = None,
     *,
     with_components: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_Keywords],
 ) -> tuple[Array, Array]: ...
 
 
@@ -152,7 +152,7 @@ def softmax_cross_entropy_with_integer_labels(
     where: ArrayLike | None = None,
     *,
     with_components: bool,
-    **options: Unpack[_Options],
+    **options: Unpack[_Keywords],
 ) -> Array | tuple[Array, Array]: ...
 
 

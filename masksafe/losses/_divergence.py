@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import label_checks, row_blocks, unfolded
+from masksafe._core import label_checks, row_blocks, run_time
 from masksafe._core.arguments import as_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.derivatives import elementwise
 from masksafe._core.masks import read_mask, selected
@@ -209,7 +209,7 @@ def _evaluate(
 
     log_p, t = broadcast_alike((log_p, t), shape)
     loss = row_blocks.map_row_blocks(loss_of_rows, log_p, t, mask, leading=row_blocks.leading_axes(axes))
-    return label_checks.nan_where_bad(loss.astype(dtype), None if bad is None else unfolded.any_of(bad, axes))
+    return label_checks.nan_where_bad(loss.astype(dtype), None if bad is None else run_time.any_of(bad, axes))
 
 
 def _kl_terms(log_p: Array, t: Array) -> Array:

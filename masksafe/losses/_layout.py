@@ -7,7 +7,7 @@ import math
 
 import jax.numpy as jnp
 
-from masksafe._core import arguments, precision, unfolded
+from masksafe._core import arguments, precision, run_time
 from masksafe._core.labels import is_soft
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array, Axes
@@ -31,7 +31,7 @@ def shape_without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def find_unmasked_rows(where: Array | None, axes: Axes) -> Array | None:
     """Which rows have an unmasked element; None: all."""
-    return None if where is None else unfolded.any_of(where, axes)
+    return None if where is None else run_time.any_of(where, axes)
 
 
 def wide_selected(x: Array, where: Array | None) -> Array:

@@ -7,7 +7,7 @@ from typing import Unpack, overload
 
 import jax.numpy as jnp
 
-from masksafe._core import arguments, label_checks, moments, precision, sharding, unfolded
+from masksafe._core import arguments, label_checks, moments, precision, run_time, sharding
 from masksafe._core.masks import as_weights_of, both, read_mask, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, jitted
@@ -15,8 +15,8 @@ from masksafe.losses._rows import _arguments
 from masksafe.losses._rows._arguments import No, Yes
 from masksafe.losses._rows._cross_entropy import PREDICTIONS, CrossEntropy
 from masksafe.losses._rows._linear_layer import LinearInputs
+from masksafe.losses._rows._linear_loss import LinearLoss
 from masksafe.losses._rows._linear_op import evaluate
-from masksafe.losses._rows._options import Options
 
 _OP = "linear_softmax_cross_entropy"
 
@@ -196,7 +196,7 @@ def linear_softmax_cross_entropy(
     if needed_factors and all(factor.ndim for factor in needed_factors):
         has_factor = functools.reduce(jnp.logical_or, [factor != 0 for factor in needed_factors])
         inputs = inputs._replace(unmasked=both(where, has_factor))
-    options = Options(CrossEntropy((*numbers, *PREDICTIONS * with_predictions), soft_cap), block_size, axis_name)
+    options = LinearLoss(CrossEntropy((*numbers, *PREDICTIONS * with_predictions), soft_cap), block_size, axis_name)
     bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
     if "mean" in numbers:
         inputs = inputs._replace(class_weights=_smoothing_weights(axis_name, inputs, class_weights))
@@ -213,13 +213,13 @@ def linear_softmax_cross_entropy(
         results = (evaluate(options, inputs, factors),)
     if reduction == "mean":
         if label_weights is not None:
-            total = moments.nonzero_divisor(unfolded.sum_of(selected(label_weights, where)).astype(dtype))
+            total = moments.nonzero_divisor(run_time.sum_of(selected(label_weights, where)).astype(dtype))
         else:
-            number = jnp.asarray(labels.size) if where is None else unfolded.number_of(where)
+            number = jnp.asarray(labels.size) if where is None else run_time.number_of(where)
             total = jnp.maximum(number, 1).astype(dtype)
         results = tuple(result / total for result in results)
     if bad_rows is not None and reduction != "none":
-        bad_rows = unfolded.any_of(bad_rows)
+        bad_rows = run_time.any_of(bad_rows)
     results = (label_checks.nan_where_bad(results[0], bad_rows), *results[1:], *predictions)
     return results if len(results) > 1 else results[0]
 
@@ -242,6 +242,6 @@ def _smoothing_weights(axis_name: sharding.AxisName, inputs: LinearInputs, class
         return class_weights
     devices, dtype = sharding.Devices(axis_name), inputs.sum_dtype
     is_included = bias.astype(dtype) != -jnp.inf  # as in the logits, whose dtype may be narrower
-    number = jnp.maximum(devices.sum(unfolded.number_of(is_included)), 1).astype(dtype)
+    number = jnp.maximum(devices.sum(run_time.number_of(is_included)), 1).astype(dtype)
     part = bias.size * devices.size / number
     return jnp.where(is_included, part if class_weights is None else class_weights.astype(dtype) * part, 0)

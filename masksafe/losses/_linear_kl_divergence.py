@@ -15,13 +15,13 @@ from masksafe._core.arguments import as_choice, as_float_array, as_label_array, 
 from masksafe._core.labels import is_class
 from masksafe._core.masks import either, read_mask
 from masksafe._core.public_op import public_op
+from masksafe._core.run_time import any_of, number_of
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction
-from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._rows import _arguments
 from masksafe.losses._rows._divergence import DIRECTIONS, Direction, Divergence, TopK, is_repeated
 from masksafe.losses._rows._linear_layer import LinearInputs
+from masksafe.losses._rows._linear_loss import LinearLoss
 from masksafe.losses._rows._linear_op import evaluate
-from masksafe.losses._rows._options import Options
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
 
@@ -226,13 +226,13 @@ def linear_kl_divergence_with_top_k_targets(
 
 def _read_options(
     op: str, temperature: float, direction: str, beta: float, reduction: str, block_size: int | None, **flags: bool
-) -> Options:
+) -> LinearLoss:
     as_choice(op, "direction", direction, DIRECTIONS)
     as_choice(op, "reduction", reduction, REDUCTIONS)
     temperature = _arguments.read_number(op, "temperature", temperature)
     hint = 'For the limits pass direction="forward" or "reverse".'
     beta = _arguments.read_number(op, "beta", beta, hint)
-    return Options(Divergence(direction, beta, temperature, **flags), _arguments.read_block_size(op, block_size))
+    return LinearLoss(Divergence(direction, beta, temperature, **flags), _arguments.read_block_size(op, block_size))
 
 
 def _check_top_k(targets: TopK, unmasked: Array | None, num_classes: int, class_mask: Array | None) -> Array | None:
@@ -258,7 +258,7 @@ def _check_top_k(targets: TopK, unmasked: Array | None, num_classes: int, class_
     return functools.reduce(either, found)
 
 
-def _reduced(options: Options, reduction: str, inputs: LinearInputs, where: Array | None) -> Array:
+def _reduced(options: LinearLoss, reduction: str, inputs: LinearInputs, where: Array | None) -> Array:
     """The reduced losses; a mean is over the tokens in `where`, some of which `inputs` may mask."""
     if reduction == "none":
         return evaluate(options, inputs)[0]

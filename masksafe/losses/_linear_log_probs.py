@@ -12,8 +12,8 @@ from masksafe.losses._rows import _arguments
 from masksafe.losses._rows._arguments import No, Yes
 from masksafe.losses._rows._cross_entropy import PREDICTIONS, CrossEntropy, Output
 from masksafe.losses._rows._linear_layer import LinearInputs
+from masksafe.losses._rows._linear_loss import LinearLoss
 from masksafe.losses._rows._linear_op import evaluate
-from masksafe.losses._rows._options import Options
 
 _OP = "linear_log_probs"
 
@@ -142,7 +142,7 @@ def linear_log_probs(
     with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
     names: tuple[Output, ...] = ("log_prob", "entropy") if with_entropy else ("log_prob",)
     formula = CrossEntropy(names + PREDICTIONS * with_predictions, soft_cap, temperature)
-    log_probs, *others = evaluate(Options(formula, block_size, axis_name), inputs)
+    log_probs, *others = evaluate(LinearLoss(formula, block_size, axis_name), inputs)
     if with_predictions:
         others[-2:] = _arguments.predictions(*others[-2:])
     log_probs = label_checks.nan_where_bad(log_probs, bad_rows)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import zero_from_primal
 
-from masksafe._core import label_checks, precision, row_blocks, unfolded
+from masksafe._core import label_checks, precision, row_blocks, run_time
 from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.linear import nan_unless_zero, times
@@ -357,12 +357,12 @@ def _is_valid(scores: Array, labels: Array, mask: Array | None) -> Array:
     """Whether a row is empty, or has a label in range and no NaN, which XLA's maximum may lose."""
     has_nan = jnp.any(selected(jnp.isnan(scores), mask), -1, keepdims=True)
     is_valid = is_class(labels, scores.shape[-1]) & ~has_nan
-    return is_valid if mask is None else is_valid | ~unfolded.any_of(mask, -1, keepdims=True)
+    return is_valid if mask is None else is_valid | ~run_time.any_of(mask, -1, keepdims=True)
 
 
 def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array | None, is_valid: Array) -> Array:
     """`highest` minus the score of the label: +inf if that is -inf or masked, and 0 for a fully masked row."""
-    has_unmasked = None if mask is None else unfolded.any_of(mask, -1, keepdims=True)
+    has_unmasked = None if mask is None else run_time.any_of(mask, -1, keepdims=True)
     score = precision.widened(element_at(scores, mask, labels))
     is_ruled_out = score == -jnp.inf
     # Infinity is added as a constant, which leaves the derivatives to the other scores.

@@ -28,13 +28,13 @@ from masksafe._core.exponentials import Exponentials, shift_of
 from masksafe._core.tiles import even_size
 from masksafe._core.typing import Array, Pytree, Tree
 
-Reduction = Literal["logsumexp", "softplus"]
+RowReduction = Literal["logsumexp", "softplus"]
 
 
 class NegativesConfig(NamedTuple):
     """The static arguments: what is computed from the negatives of rows, and how."""
 
-    reduction: Reduction  # of the logits of each row: their logsumexp, or the sum of their softplus
+    reduction: RowReduction  # of the logits of each row: their logsumexp, or the sum of their softplus
     with_columns: bool  # whether columns are reduced as well, for "logsumexp" only
     block_size: int | None  # rows of a block
     devices: sharding.Devices
@@ -138,7 +138,7 @@ def with_block_size(fn: Callable[..., Tree], size: int | None, pairs: int, *args
     if size is not None:
         return fn(size, *args)
     choices = platforms.choices()
-    sizes = (choices.pair_block_elements, choices.pair_block_elements_elsewhere)
+    sizes = (choices.pair_block_elements, choices.pair_block_elements_on_accelerators)
     rows = [max(choices.fewest_rows_of_pairs, n // max(1, pairs)) for n in sizes]
     on_cpu, on_accelerator = (functools.partial(fn, n) for n in rows)
     return platforms.by_platform(on_accelerator, *args, cpu=on_cpu)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from masksafe._core import arguments, label_checks, platforms, row_blocks, unfolded
+from masksafe._core import arguments, label_checks, platforms, row_blocks, run_time
 from masksafe._core.derivatives import elementwise, product
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.precision import promoted
@@ -310,7 +310,7 @@ def _evaluate_cosine(
     square = elementwise(jnp.square)
     terms = lambda a, b: (product(a, b), square(a), square(b))  # noqa: E731
     dot, square_a, square_b = row_blocks.sums_over_rows(terms, broadcast_alike((a, b), shape), where, axes)
-    unmasked_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)
+    unmasked_rows = None if where is None else run_time.any_of(where, axes, keepdims=True)
     # In an empty row epsilon must have no effect either.
     epsilon = selected(jnp.asarray(epsilon, dot.dtype), unmasked_rows, 1)
     similarity = platforms.computed_once(elementwise(_over_norms)(dot, square_a, square_b, epsilon))

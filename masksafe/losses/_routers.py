@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, per_device, sharding, switches, unfolded
+from masksafe._core import arguments, label_checks, masks, per_device, run_time, sharding, switches
 from masksafe._core.derivatives import without_mask_of_rows
 from masksafe._core.labels import at_label, nan_unless
 from masksafe._core.moments import nonzero_divisor
@@ -173,7 +173,7 @@ def _sums(probs: Array, indices: Array, where: Array | None) -> tuple[Array, Arr
     tokens = jnp.broadcast_to(True if where is None else where, (*probs.shape[:-1], 1))
     probability = jnp.sum(masks.selected(widened(probs), where), tuple(range(probs.ndim - 1)))
     probability = nan_unless(is_valid, probability)
-    return _chosen(number, indices), jnp.sum(indices >= 0), probability, unfolded.number_of(tokens)
+    return _chosen(number, indices), jnp.sum(indices >= 0), probability, run_time.number_of(tokens)
 
 
 def _chosen(number: int, indices: Array) -> Array:
@@ -182,7 +182,7 @@ def _chosen(number: int, indices: Array) -> Array:
     def on_each(devices: sharding.Devices, indices: Array) -> Array:
         if switches.uses_plain_rules():  # checkify would report an index out of range
             found = at_label(indices, number)
-            return devices.sum(unfolded.number_of(found, tuple(range(indices.ndim))).astype(jnp.int32))
+            return devices.sum(run_time.number_of(found, tuple(range(indices.ndim))).astype(jnp.int32))
         dimensions = lax.ScatterDimensionNumbers((), (0,), (0,))
         start, ones = jnp.zeros(number, jnp.int32), jnp.ones_like(indices, jnp.int32)
         mode = lax.GatherScatterMode.FILL_OR_DROP

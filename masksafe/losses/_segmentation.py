@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from masksafe._core import label_checks, precision, unfolded
+from masksafe._core import label_checks, precision, run_time
 from masksafe._core.arguments import as_array, as_bool, as_choice, as_float_array, canonical_axes, message
 from masksafe._core.derivatives import elementwise, product, without_mask_of_rows
 from masksafe._core.masks import read_mask, selected
@@ -161,10 +161,10 @@ def multiclass_generalized_dice_loss(
     apply_softmax, axes = as_bool(op, "apply_softmax", apply_softmax), tuple(range(1, p.ndim - 1))
     losses, unmasked_rows = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), apply_softmax)
 
-    frequencies = unfolded.sum_of(wide_selected(precision.with_wide_numbers(p, t)[1], mask), range(p.ndim - 1))
-    is_present = unfolded.any_of(unmasked_rows, range(unmasked_rows.ndim - 1))
+    frequencies = run_time.sum_of(wide_selected(precision.with_wide_numbers(p, t)[1], mask), range(p.ndim - 1))
+    is_present = run_time.any_of(unmasked_rows, range(unmasked_rows.ndim - 1))
     weights = selected(1 / (jnp.square(frequencies) + 1e-7), is_present)
-    number = unfolded.number_of(is_present).astype(weights.dtype)
+    number = run_time.number_of(is_present).astype(weights.dtype)
     weights *= number / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
     losses = _weight_losses(losses, weights, unmasked_rows)
     if as_bool(op, "ignore_background", ignore_background):
@@ -259,7 +259,7 @@ def _class_losses(
     unmasked = None if mask is None else jnp.broadcast_to(mask, p.shape)
     bad_pixels = None if apply_softmax else label_checks.check_probabilities(op, p, unmasked)
     losses, unmasked_rows = _evaluate(axes, apply_softmax, p, t, mask, weights)
-    bad = None if bad_pixels is None else unfolded.any_of(bad_pixels, axes)[..., None]
+    bad = None if bad_pixels is None else run_time.any_of(bad_pixels, axes)[..., None]
     return selected(label_checks.nan_where_bad(losses, bad), unmasked_rows), unmasked_rows
 
 
@@ -268,13 +268,13 @@ def _evaluate(
     axes: Axes, apply_softmax: bool, p: Array, t: Array, mask: Array | None, weights: _Weights
 ) -> tuple[Array, Array]:
     # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
-    unmasked_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
+    unmasked_rows = jnp.ones((), bool) if mask is None else run_time.any_of(mask, axes)
     (p, t), pixel_mask = without_mask_of_rows(mask, (*axes, -1), *precision.with_wide_numbers(p, t))
     p, t = wide_selected(p, pixel_mask), wide_selected(t, pixel_mask)
     if apply_softmax:
         p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, pixel_mask)
     p = selected(p, pixel_mask)
-    overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (product(p, t), p, t))
+    overlap, sum_p, sum_t = (run_time.sum_of(x, axes) for x in (product(p, t), p, t))
     if pixel_mask is not mask:
         overlap, sum_p, sum_t = (jnp.where(unmasked_rows, x, 0) for x in (overlap, sum_p, sum_t))
     unmasked_rows = jnp.broadcast_to(unmasked_rows, overlap.shape)
@@ -293,7 +293,7 @@ def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
     if mask is None or mask.shape[-1] == 1:
         return softmax(p, -1)
     # An empty pixel is computed as a pixel of zeros.
-    unmasked = mask | ~unfolded.any_of(mask, -1, keepdims=True)
+    unmasked = mask | ~run_time.any_of(mask, -1, keepdims=True)
     return softmax(jnp.where(unmasked, p, -jnp.inf), -1)
 
 

@@ -13,8 +13,8 @@ from masksafe._core.derivatives import elementwise
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.precision import promoted, with_wide_numbers
 from masksafe._core.public_op import public_op
+from masksafe._core.run_time import number_of, sum_of
 from masksafe._core.typing import Array, ArrayLike, Axes, DType, Pytree, jitted
-from masksafe._core.unfolded import number_of, sum_of
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
 from masksafe.losses._layout import find_unmasked_rows, wide_selected

@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._core import arguments, label_checks, row_blocks, unfolded
+from masksafe._core import arguments, label_checks, row_blocks, run_time
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.precision import widened, with_wide_numbers
 from masksafe._core.public_op import public_op
@@ -72,7 +72,7 @@ def _smooth(axes: Axes, labels: Array, alpha: Pytree, mask: Array | None, bad: A
         number: Array | int = math.prod(labels.shape[a] for a in axes)
     else:
         row_axes, whole = row_blocks.axes_of_row(axes, labels.ndim), jnp.broadcast_to(mask, labels.shape)
-        count = lambda mask: unfolded.number_of(mask, row_axes, keepdims=True)  # noqa: E731
+        count = lambda mask: run_time.number_of(mask, row_axes, keepdims=True)  # noqa: E731
         number = row_blocks.map_row_blocks(count, whole, leading=row_blocks.leading_axes(axes))
     wide, wide_alpha = wide_selected(labels, mask), widened(with_wide_numbers(labels, alpha)[1])
     smoothed = (1 - wide_alpha) * wide + wide_alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from masksafe._core import arguments, masks, row_blocks, sharding, unfolded
+from masksafe._core import arguments, masks, row_blocks, run_time, sharding
 from masksafe._core.moments import Moments, Rows
 from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
@@ -112,7 +112,7 @@ def _normalize_by(features: Axes, epsilon: float | None, arrays: NormInputs, mea
     inputs = read(_OP, arrays, features)
     x, where = inputs.x, inputs.where
     norm = Norm(_rows_of_features(features, x.ndim, sharding.Devices()), epsilon)
-    has_unmasked = None if where is None else unfolded.any_of(where, norm.rows.axes, keepdims=True)
+    has_unmasked = None if where is None else run_time.any_of(where, norm.rows.axes, keepdims=True)
     statistics = (along_axes(_OP, name, s, x, features) for name, s in (("mean", mean), ("var", var)))
     mean, var = (masks.selected(s.astype(wide_dtype(x.dtype)), has_unmasked, 1) for s in statistics)
     return normalized(norm, inputs, Moments(None, mean, None, var))[0]

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms, row_blocks, sharding, unfolded
+from masksafe._core import platforms, row_blocks, run_time, sharding
 from masksafe._core.derivatives import rule
 from masksafe._core.masks import Weighting, both, masks_rows, selected
 from masksafe._core.moments import Moments, Rows, moments, pull_back
@@ -88,16 +88,16 @@ def _unmasked(inputs: NormInputs, row_moments: Moments) -> Array | None:
 
 def _evaluate(norm: Norm, inputs: NormInputs, row_moments: Moments | None) -> Array:
     compute = functools.partial(normalized, norm)
-    if not norm.rows.are_one_kernel(inputs.x, inputs.where):
+    if not norm.rows.are_one_fusion(inputs.x, inputs.where):
         compute = functools.partial(row_blocks.map_row_blocks, compute, leading=norm.rows.leading(inputs.x.ndim))
     return compute(inputs, row_moments)[0]
 
 
 def _forward(norm: Norm, inputs: NormInputs, row_moments: Moments | None) -> tuple[Array, tuple[NormInputs, Moments]]:
     leading = norm.rows.leading(inputs.x.ndim)
-    if row_moments is None and norm.rows.are_one_kernel(inputs.x, inputs.where):
+    if row_moments is None and norm.rows.are_one_fusion(inputs.x, inputs.where):
         row_moments = row_blocks.map_row_blocks(norm.moments, platforms.unfused(inputs, on="cpu"), leading=leading)
-        # Moments as a second result would break the kernel up.
+        # Moments as a second result would break the fusion up.
         return normalized(norm, inputs)[0], (inputs, row_moments)
     compute = functools.partial(normalized, norm)
     y, row_moments = row_blocks.map_row_blocks(compute, inputs, row_moments, leading=leading)
@@ -114,10 +114,10 @@ def _reverse(norm: Norm, residuals: tuple[NormInputs, Moments], d_y: Array) -> t
     if any(p is not None and math.prod(p.shape[:leading]) != 1 for p in parameters):
         leading = 0  # their cotangents are not sums over all rows
     slopes, args = functools.partial(_slopes, norm, d_y.ndim - leading), (inputs, row_moments, d_y)
-    is_one_kernel = norm.rows.are_one_kernel(inputs.x, inputs.where)  # which has no symbolic size
-    if leading and is_one_kernel and d_y.size <= platforms.choices().most_elements_in_one_pass:
-        by_kernels = functools.partial(_slopes_by_kernels, norm, slopes)
-        slopes = functools.partial(platforms.by_platform, slopes, cpu=by_kernels)
+    is_one_fusion = norm.rows.are_one_fusion(inputs.x, inputs.where)  # which has no symbolic size
+    if leading and is_one_fusion and d_y.size <= platforms.choices().most_elements_in_one_pass:
+        by_fusions = functools.partial(_slopes_by_fusions, norm, slopes)
+        slopes = functools.partial(platforms.by_platform, slopes, cpu=by_fusions)
     (d_x, d_weights), totals = row_blocks.map_row_blocks(slopes, *args, leading=leading, has_totals=True)
     like = lambda p, d: None if p is None else d.reshape(p.shape).astype(p.dtype)  # noqa: E731
     d_scale, d_bias = map(like, parameters, totals)
@@ -131,12 +131,12 @@ def _slopes(norm: Norm, num_axes: int, inputs: NormInputs, row_moments: Moments,
     rows, unmasked = norm.rows, _unmasked(inputs, row_moments)
     deviations = row_moments.deviations(x, where)
     factor, pull_back_factor = jax.vjp(functools.partial(norm.factor, inputs, row_moments), row_moments.variance)
-    d_y = widened(d_y) * unfolded.unknown(1, deviations.dtype)
+    d_y = widened(d_y) * run_time.unknown(1, deviations.dtype)
     d_y = selected(d_y, unmasked if unmasked_rows is None else unmasked_rows)
     d_bias, d_scale = d_y, d_y * deviations  # d_scale still without the factor
     if all(p is None or _is_constant_in_rows(p, factor) for p in (scale, bias)):  # two sums give all cotangents
         d_bias, d_scale = (jnp.sum(d, rows.axes, keepdims=True) for d in (d_bias, d_scale))
-        has_unmasked = None if unmasked is None else unfolded.any_of(unmasked, rows.axes, keepdims=True)
+        has_unmasked = None if unmasked is None else run_time.any_of(unmasked, rows.axes, keepdims=True)
         total, product = (_scaled(d, scale, has_unmasked) for d in (d_bias, d_scale))
         d_scale *= factor
     else:
@@ -156,7 +156,7 @@ def _slopes(norm: Norm, num_axes: int, inputs: NormInputs, row_moments: Moments,
     return (d_x, None if d_weights is None else selected(d_weights, where)), tuple(totals)
 
 
-def _slopes_by_kernels(norm: Norm, slopes: Callable[..., Pytree], *args: Pytree) -> Pytree:
+def _slopes_by_fusions(norm: Norm, slopes: Callable[..., Pytree], *args: Pytree) -> Pytree:
     """Each cotangent computes the moments from the elements again: XLA would write what they share to memory."""
 
     def again() -> Pytree:
@@ -179,5 +179,5 @@ def _is_constant_in_rows(parameter: Array, factor: Array) -> bool:
 
 def _sum_to(parameter: Array, x: Array, num_axes: int) -> Array:
     """The sum of `x` over the axes along which a parameter broadcasts, with the last `num_axes` axes."""
-    total = unfolded.sum_of(x, [a for a, n in enumerate(parameter.shape) if n == 1], keepdims=True)
+    total = run_time.sum_of(x, [a for a, n in enumerate(parameter.shape) if n == 1], keepdims=True)
     return total.reshape(total.shape[total.ndim - num_axes :])

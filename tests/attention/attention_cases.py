@@ -26,7 +26,7 @@ def decode_always(choose):
 
 def by_rows(choose):
     """The form for an accelerator, in tiles of few queries of one sample and head."""
-    choose(form="elsewhere", attention=dict(row_tile_logits=21, skipping_row_tile_logits=16, alignment=2))
+    choose(form="accelerator", attention=dict(row_tile_logits=21, skipping_row_tile_logits=16, alignment=2))
 
 
 def assert_alike_where_finite(actual, expected, tolerance=2e-5):

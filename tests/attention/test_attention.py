@@ -80,8 +80,8 @@ def test_what_is_bad_shows_where_it_is_seen_and_nowhere_else(form):
 
 @parametrize(
     ("form", "length"),
-    [("elsewhere", 64)],
-    exhaustive=[("cuda", 256), ("tpu", 128), ("elsewhere", 32), ("cpu", 600)],
+    [("accelerator", 64)],
+    exhaustive=[("cuda", 256), ("tpu", 128), ("accelerator", 32), ("cpu", 600)],
 )
 def test_a_nan_shows_in_every_form_at_lengths_for_which_xla_has_another_code(form, length, choose):
     """XLA's CPU compiler loses a NaN in the maximum of 64 numbers, and in the exp of a NaN that it knows."""

@@ -23,7 +23,7 @@ def in_kernels(choose, monkeypatch):
     """Of few rows, in tiles of two queries under a static mask. The test fails if no call has them."""
     sizes = dict(fewest_rows_of_kernels=1, fewest_rows_of_one_kernel=1, fewest_queries_of_kernels=2)
     sizes |= dict(fewest_keys_of_bfloat16=1, alignment=1)
-    choose(form="cpu", has_kernel_library=True, attention=sizes)
+    choose(form="cpu", has_fusion_library=True, attention=sizes)
     jax.clear_caches()  # so that every call is traced
     calls, original = [], Formula.run
     monkeypatch.setattr(Formula, "run", lambda *args: calls.append(args) or original(*args))
@@ -121,14 +121,14 @@ def test_options_and_narrow_dtypes(dtype):
     assert_close((np.asarray(out, np.float32), lse), expected, float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.skipif(not platforms.Choices().has_kernel_library, reason="this JAX has no kernels of the library")
+@pytest.mark.skipif(not platforms.Choices().has_fusion_library, reason="this JAX has no kernels of the library")
 def test_no_array_over_all_pairs():
     shape = jax.ShapeDtypeStruct((2, 512, 8, 16), np.float32)
     program = jax.jit(functools.partial(attention, is_causal=True)).lower(shape, shape, shape).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2 * 512 * 512 * 8 * 4 / 2
 
 
-@pytest.mark.skipif(not platforms.Choices().has_kernel_library, reason="this JAX has no kernels of the library")
+@pytest.mark.skipif(not platforms.Choices().has_fusion_library, reason="this JAX has no kernels of the library")
 def test_gradients_of_short_sequences_take_the_memory_of_one_array_over_all_pairs():
     shape = jax.ShapeDtypeStruct((32, 128, 8, 32), np.float32)
     program = with_gradients(functools.partial(attention, is_causal=True)).lower([shape] * 3, shape).compile()

@@ -130,7 +130,7 @@ def test_value_and_gradients(name, kernel):
 SHAPES = (), (S,), (2, 2, T, 1), (1, 2, 1, S)
 FORMS = {
     "textbook": (textbook, lambda choose: None),
-    "kernels of a CPU": ("xla", lambda choose: choose(has_kernel_library=True, attention=ONE_BLOCK)),
+    "kernels of a CPU": ("xla", lambda choose: choose(has_fusion_library=True, attention=ONE_BLOCK)),
     "blocks": ("xla", cases.shrink_blocks),
     "blocks of keys": ("xla", cases.decode_always),
     "rows": ("xla", cases.by_rows),

@@ -118,7 +118,7 @@ def test_the_logsumexp_is_rounded_once():
 
 
 def test_small_weights_of_float16_keep_their_digits_on_accelerators(choose):
-    choose(form="elsewhere")
+    choose(form="accelerator")
     zeros, value = np.zeros((1, 4096, 1, 2), np.float16), normals(1, 4096, 1, 2).astype(np.float16)
     out = attention(zeros[:, :1], zeros, value)
     np.testing.assert_allclose(out[0, 0, 0], value.astype(np.float64).mean((0, 1, 2)), atol=2e-5)

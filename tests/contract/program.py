@@ -29,13 +29,13 @@ PLANS: dict[str, dict[str, Any]] = {
             "most_weights_kept": 0,
         },
     },
-    "elsewhere": {
-        "form": "elsewhere",
+    "accelerator": {
+        "form": "accelerator",
         "attention": {"row_tile_logits": 21, "skipping_row_tile_logits": 16, "alignment": 2},
         "linear": {"least_logits": 2, "most_logits": 2, "least_tokens_if_masked": 2, "most_tokens_of_one_block": 2},
     },
     "one pass": {},
-    "one kernel": {"row_block_elements": 1, "most_elements_in_one_pass": 2, "has_kernel_library": True},
+    "one kernel": {"row_block_elements": 1, "most_elements_in_one_pass": 2, "has_fusion_library": True},
 }
 
 

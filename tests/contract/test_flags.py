@@ -1,4 +1,4 @@
-"""Every op under flags of JAX: 64 bits beside float32, alarms for NaN. `run` refuses to promote ranks and dtypes."""
+"""Every op under flags of JAX: 64 bits beside float32, a search for NaN. `run` refuses to promote ranks and dtypes."""
 
 import contextlib
 import functools

@@ -39,7 +39,7 @@ def is_possible(op):
 
 def is_tried(op):
     """Where there is no library, one of each kind is enough to see that the sizes of arrays make no difference."""
-    return is_possible(op) and bool(op.stands_for or platforms.Choices().has_kernel_library)
+    return is_possible(op) and bool(op.stands_for or platforms.Choices().has_fusion_library)
 
 
 def times_of(op):

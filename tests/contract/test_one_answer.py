@@ -47,7 +47,7 @@ def test_no_mask_is_a_mask_of_nothing(key):
 def test_the_program_of_accelerators(key):
     op = OPS[key]
     step = jax.jit(functools.partial(value_and_gradients, key))
-    with platforms.chosen(**PLANS["elsewhere"]):
+    with platforms.chosen(**PLANS["accelerator"]):
         results = [step(op.where, polluted(key, op.where, x), cotangents_of(key, x)) for x in (0, np.nan)]
     assert_same_bits(*jax.device_get(results))
     assert_close(results[0], run(key, cotangents=cotangents_of(key, 0))[:2])

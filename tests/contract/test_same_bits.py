@@ -71,7 +71,7 @@ OF_TOKENS = {
     ),
 }
 needs_library = pytest.mark.skipif(
-    not platforms.Choices().has_kernel_library, reason="XLA's CPU compiler of this jax has no library of kernels"
+    not platforms.Choices().has_fusion_library, reason="XLA's CPU compiler of this jax has no library of kernels"
 )
 
 

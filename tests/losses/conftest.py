@@ -5,7 +5,7 @@ from linear_cases import use_platform
 from tiers import exhaustive_params
 
 
-@pytest.fixture(params=["cpu", *exhaustive_params(["elsewhere"])])
+@pytest.fixture(params=["cpu", *exhaustive_params(["accelerator"])])
 def platform(request, choose):
     use_platform(choose, request.param)
     return request.param

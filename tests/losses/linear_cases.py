@@ -102,14 +102,14 @@ def total_of(op, **others):
 def use_platform(choose, name):
     """With blocks and tiles so small that there are several, the last one ragged or with classes that it repeats."""
     choose(linear={"class_tile_elements": 60})
-    if name == "elsewhere":  # which also runs on a CPU
+    if name == "accelerator":  # which also runs on a CPU
         sizes = {"least_logits": 100, "most_logits": 100, "least_tokens_if_masked": 12, "most_tokens_of_one_block": 8}
-        choose(form="elsewhere", linear={"fewest_tokens": 12, "token_block_elements_elsewhere": 0, **sizes})
+        choose(form="accelerator", linear={"fewest_tokens": 12, "token_block_elements_on_accelerators": 0, **sizes})
 
 
 def in_turn(names, placed, cases):
     """Parameters with a platform in front: those that have one, by default, and as exhaustive ones others in turn."""
-    turns = [(("elsewhere", "cpu")[i // 2 % 2], *case) for i, case in enumerate(cases)]
+    turns = [(("accelerator", "cpu")[i // 2 % 2], *case) for i, case in enumerate(cases)]
     return parametrize(("platform", *names), placed, exhaustive=turns, indirect=["platform"])
 
 

@@ -450,7 +450,7 @@ def test_what_one_kernel_computes_is_repaired_in_bad_rows(loss, where, choose):
         return out, loss(logits, targets, where=where), *pull_back(d_loss)
 
     in_one_pass = jax.jit(results)(logits, targets)
-    choose(most_elements_in_one_pass=0, fewest_elements_of_kernels=0)
+    choose(most_elements_in_one_pass=0, fewest_elements_of_fusions=0)
     for actual, expected in zip(jax.jit(results)(logits, targets), in_one_pass, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)
 

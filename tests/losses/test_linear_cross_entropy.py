@@ -86,7 +86,7 @@ def test_a_bias_that_is_infinite_in_the_dtype_of_the_logits_excludes_its_class_f
     np.testing.assert_array_equal(found[0], found[1])
 
 
-@cases.in_turn(("size", "reduction"), [("elsewhere", 1e4, "mean")], [(1e-6, "sum"), (1e4, "none")])
+@cases.in_turn(("size", "reduction"), [("accelerator", 1e4, "mean")], [(1e-6, "sum"), (1e4, "none")])
 def test_float16_gradients_with_large_and_small_weights(platform, size, reduction):
     args = [jnp.asarray(a, "float16") for a in (FEATURES, KERNEL)]
 
@@ -140,7 +140,7 @@ def test_a_last_tile_that_is_smaller(choose, classes):
     given = {"labels": LABELS % classes, "where": MASK}
     found = []
     with jax.enable_x64(True):
-        for platform in ("cpu", "elsewhere"):
+        for platform in ("cpu", "accelerator"):
             cases.use_platform(choose, platform)
             found.append(jax.jit(jax.value_and_grad(total_of_cross_entropy(**given)))(floats))
     assert_close(*found, rtol=1e-11, atol=1e-12)

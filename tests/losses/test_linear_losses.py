@@ -156,7 +156,7 @@ def test_a_label_at_a_class_that_is_excluded_costs_infinity(platform, op, by):
             jax.block_until_ready(run(labels, bias))
 
 
-@cases.in_turn(("op",), [("elsewhere", CROSS_ENTROPY)], [(LOG_PROBS,), (CROSS_ENTROPY,)])
+@cases.in_turn(("op",), [("accelerator", CROSS_ENTROPY)], [(LOG_PROBS,), (CROSS_ENTROPY,)])
 def test_dead_places_of_a_block_do_not_meet_an_infinite_weight(platform, op):
     """For negative features the infinite weight excludes class 0; 0 times infinity would be NaN."""
     more = {"with_entropy": True} if op == LOG_PROBS else {}
@@ -169,7 +169,7 @@ def test_dead_places_of_a_block_do_not_meet_an_infinite_weight(platform, op):
     assert np.isfinite(np.asarray(gradients["features"])[~MASK]).all()
 
 
-@cases.in_turn(("op",), [("elsewhere", CROSS_ENTROPY)], [(DIVERGENCE,), (TOP_K,), (LOG_PROBS,)])
+@cases.in_turn(("op",), [("accelerator", CROSS_ENTROPY)], [(DIVERGENCE,), (TOP_K,), (LOG_PROBS,)])
 def test_a_vmap_over_samples_of_unlike_numbers_of_blocks(platform, op):
     floats, others = cases.split_call(op)
 

@@ -17,7 +17,7 @@ FEATURES, TARGET_FEATURES = RNG.normal(size=(2, TOKENS, WIDTH)).astype(np.float3
 KERNEL, TARGET_KERNEL = RNG.normal(size=(2, WIDTH, CLASSES)).astype(np.float32) / 8
 LABELS = RNG.integers(0, CLASSES, TOKENS).astype(np.int32)
 MASK = RNG.random(TOKENS) < 0.6
-SMALL_TILES = {"least_logits": 2**20, "most_logits": 2**20, "token_block_elements_elsewhere": 2**20}
+SMALL_TILES = {"least_logits": 2**20, "most_logits": 2**20, "token_block_elements_on_accelerators": 2**20}
 OTHERS = {
     CROSS_ENTROPY: {"labels": LABELS, "reduction": "none"},
     LOG_PROBS: {"labels": LABELS},

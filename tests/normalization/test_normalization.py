@@ -58,10 +58,10 @@ NAMES = ["layer_norm", "rms_norm", "standardize"]
 # The forms of a program: on a CPU in one block or several, with rows left over, or as one kernel; and that of
 # accelerators, for arrays of any size.
 PROGRAMS = {
-    "one block": {"has_kernel_library": False},
-    "blocks": {"row_block_elements": 25, "most_elements_in_one_pass": 50, "has_kernel_library": False},
-    "kernel": {"row_block_elements": 1, "most_elements_in_one_pass": 2, "has_kernel_library": True},
-    "elsewhere": {"form": "elsewhere"},
+    "one block": {"has_fusion_library": False},
+    "blocks": {"row_block_elements": 25, "most_elements_in_one_pass": 50, "has_fusion_library": False},
+    "kernel": {"row_block_elements": 1, "most_elements_in_one_pass": 2, "has_fusion_library": True},
+    "accelerator": {"form": "accelerator"},
 }
 
 
@@ -88,7 +88,7 @@ in_programs = parametrize(
         ("blocks", "layer_norm", 1, "rows"),
         ("one block", "rms_norm", (2, 0), "columns"),
         ("blocks", "standardize", (0, 1, 2), "dead"),
-        ("elsewhere", "layer_norm", (2, 1), "no"),
+        ("accelerator", "layer_norm", (2, 1), "no"),
         ("kernel", "layer_norm", (2, 0, 1), "columns"),
         ("kernel", "rms_norm", 1, "dead"),
     ],
@@ -243,7 +243,7 @@ def test_arrays_without_elements(op, shape):
 @parametrize(
     ("program", "of_where"),
     [("one block", (64, 1))],
-    exhaustive=[("one block", (1, 6)), ("blocks", (64, 6)), ("kernel", (1, 6)), ("elsewhere", (64, 1))],
+    exhaustive=[("one block", (1, 6)), ("blocks", (64, 6)), ("kernel", (1, 6)), ("accelerator", (64, 1))],
     indirect=["program"],
     ids=str,
 )

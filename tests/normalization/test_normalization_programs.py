@@ -117,7 +117,7 @@ MASKS = [SHAPE, (1, 4, 1, 1), (3, 1, 5, 1), (3, 1, 1, 6), (3, 1, 1, 1), None]
 @parametrize("has_library", [False], exhaustive=[True])
 @parametrize("name", ["layer norm"], exhaustive=OPS)
 def test_masks_that_repeat_along_some_of_the_axes(name, has_library, choose):
-    choose(has_kernel_library=has_library)
+    choose(has_fusion_library=has_library)
     op, axes = OPS[name]
     wheres = [None if shape is None else RNG.random(shape) < 0.7 for shape in MASKS]
     actual = jax.jit(lambda x: [op(x, where=where) for where in wheres])(X)
@@ -130,7 +130,7 @@ def test_masks_that_repeat_along_some_of_the_axes(name, has_library, choose):
 
 def test_no_sum_goes_along_several_axes(choose):
     """On a CPU it would take several times as long with some versions of XLA."""
-    choose(has_kernel_library=False)
+    choose(has_fusion_library=False)
     step = jax.value_and_grad(lambda x, where: (masksafe.batch_norm(x, where=where)[0] ** 2 * X).sum())
     text = jax.jit(step).lower(X, X > 0).as_text()
     assert "across dimensions = [0]" in text

@@ -1,6 +1,6 @@
 """Every row of the contract's table is compiled for a TPU v5e with its gradients, and for arrays that v5e:2x2 splits.
 
-Nothing is run: that the numbers of what is compiled are right, tests of the contract show with the plan "elsewhere".
+Nothing is run: that the numbers of what is compiled are right, tests of the contract show with the plan "accelerator".
 """
 
 import functools

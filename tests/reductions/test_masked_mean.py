@@ -197,7 +197,7 @@ def test_gradient_of_micro_batches_is_that_of_the_whole(microbatches):
     chex.assert_trees_all_close(fn(PARAMS, FEATURES, LABELS), of_the_whole(), rtol=1e-5, atol=1e-6)
 
 
-def test_eagerly_what_is_masked_is_no_alarm():
+def test_eagerly_what_is_masked_fails_no_check():
     def loss(p, x, where):
         return MaskedMean.of(losses.squared_error(x, jnp.full_like(x, p), where=where), where)
 

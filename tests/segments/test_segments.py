@@ -142,11 +142,11 @@ def test_equal_elements_have_no_variance_and_one_that_overflows_is_infinite():
     np.testing.assert_array_equal(masksafe.segment_var(np.float32([1e38, -1e38, 1]), [0, 0, 1], 2), [np.inf, 0])
 
 
-IN_PARTS = {"fewest_rows_in_parts": 1, "fewest_rows_of_segments_in_parts": 1, "rows_of_part_by_segments": 1}
+IN_CHUNKS = {"fewest_rows_in_chunks": 1, "fewest_rows_of_segments_in_chunks": 1, "rows_of_chunk_by_segments": 1}
 
 
 @each_kind
-def test_rows_in_parts(name, choose):
+def test_rows_in_chunks(name, choose):
     """Of large arrays sums are made of parts; four of these, one of which has no row of some segment."""
     order = np.argsort(IDS, kind="stable")
     ids = IDS.copy()
@@ -155,7 +155,7 @@ def test_rows_in_parts(name, choose):
     in_order = np.append(np.full(7, -1), np.append(IDS[order][7:-7], np.full(7, S)))  # more than a part is masked
     cases.append((X, in_order, None, (("indices_are_sorted", True),)))
     expected = [step(name, x, ids, where, options=options) for x, ids, where, options in cases]
-    choose(**IN_PARTS)
+    choose(**IN_CHUNKS)
     assert f"f32[{4 * S},{COLUMNS}]" in str(jax.make_jaxpr(lambda x: masksafe.segment_sum(x, ids, S))(X))
     for (x, ids, where, options), of_case in zip(cases, expected, strict=True):
         x = np.where((ids < 0) | (ids >= S), np.nan, x.T).T.astype(np.float32)
@@ -163,11 +163,11 @@ def test_rows_in_parts(name, choose):
 
 
 @parametrize("name", ["var"], exhaustive=["mean"])
-def test_weights_of_rows_in_parts(name, choose):
+def test_weights_of_rows_in_chunks(name, choose):
     weights = RNG.uniform(0.5, 2, N).astype(np.float32)
     op = lambda x, w: jnp.sum(jnp.sin(segment(name)(x, IDS, S, weights=w)))  # noqa: E731
     expected = jax.jit(jax.value_and_grad(op, (0, 1)))(X, weights)
-    choose(**IN_PARTS)
+    choose(**IN_CHUNKS)
     assert_close(*map(jax.tree.leaves, (jax.jit(jax.value_and_grad(op, (0, 1)))(X, weights), expected)))
 
 
@@ -193,7 +193,7 @@ def test_a_negative_weight_shows_in_its_segment_and_weights_of_no_columns_are_no
 @parametrize("name", ["max"], exhaustive=["min"])
 def test_extrema_by_order(name, choose):
     """Elsewhere than on a CPU extrema are those of integers, to which a NaN of either sign is the last."""
-    choose(form="elsewhere")
+    choose(form="accelerator")
     x = np.float32([-0.0, 0.0, np.nan, 1, -np.nan, 2, -np.inf, np.inf, -6e4, 6e-8, -7, -8])
     ids = np.repeat(np.arange(6), 2)
     expected = (np.maximum if name == "max" else np.minimum)(x[::2], x[1::2])

@@ -20,16 +20,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import sharding, unfolded
+from masksafe._core import run_time, sharding
 from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
 from masksafe._core.precision import matmul
 from masksafe._core.tiles import loop
 from masksafe._core.typing import Array, Arrays, DType, Index, Pytree, Tree
 from masksafe.losses._rows._cross_entropy import CrossEntropy
-from masksafe.losses._rows._formula import LogitPart
+from masksafe.losses._rows._formula import LogitTile
 from masksafe.losses._rows._linear_layer import Linear, LinearInputs
-from masksafe.losses._rows._options import Options, Sizes
+from masksafe.losses._rows._linear_loss import LinearLoss, Sizes
 from masksafe.losses._rows._packing import Packed
 
 
@@ -41,15 +41,15 @@ class _ClassTile(NamedTuple):
     bias: Array | None
     class_weights: Array | None
 
-    def part(self, features: Array, dtype: DType, labels: Array, is_label: Array | None = None) -> LogitPart:
+    def logit_tile(self, features: Array, dtype: DType, labels: Array, is_label: Array | None = None) -> LogitTile:
         """The logits of some tokens, and which are at labels, unless that is given."""
         logits = Linear(features, self.kernel, self.bias).logits(dtype)
         is_label = _is_label(logits.shape, labels, self.start) if is_label is None else is_label
-        return LogitPart(logits, is_label, None, self.class_weights, first=self.start)
+        return LogitTile(logits, is_label, None, self.class_weights, first=self.start)
 
 
 def sums(
-    options: Options, sizes: Sizes, inputs: LinearInputs, _: None, d_outputs: Arrays | None
+    options: LinearLoss, sizes: Sizes, inputs: LinearInputs, _: None, d_outputs: Arrays | None
 ) -> tuple[Pytree, tuple[Linear, ...]]:
     """The sums of each row `[N, 1]`, meaningful where unmasked; and gradients of 0 if there are cotangents.
 
@@ -64,7 +64,7 @@ def sums(
     def on_tile(tile: _ClassTile, rows: Pytree, _: None = None) -> Pytree:
         def on_block(i: Index, rows: Pytree) -> Pytree:
             block = packed.block(i)
-            terms = formula.sums_of_each(tile.part(block.cut(features), dtype, block.cut(labels)))
+            terms = formula.sums_of_each(tile.logit_tile(block.cut(features), dtype, block.cut(labels)))
             new = lax.reduce(terms, formula.empty_sums(jnp.zeros((), dtype)), formula.add, (1,))
             new = jax.tree.map(lambda x: x[:, None], new)
             return jax.tree.map(block.put, rows, formula.add(block.cut(rows), new))
@@ -79,7 +79,7 @@ def sums(
 
 
 def gradients(
-    options: Options,
+    options: LinearLoss,
     sizes: Sizes,
     inputs: LinearInputs,
     rows: Pytree,
@@ -108,15 +108,15 @@ def gradients(
     valid = jax.tree.map(lambda x: selected(x, packed.valid), d_sums)._replace(largest=d_sums.largest)
     operands = features, labels, valid
     first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since it is the same for all
-    any_unmasked = factor != 0 if unmasked is None else (factor != 0) & unfolded.any_of(unmasked)
+    any_unmasked = factor != 0 if unmasked is None else (factor != 0) & run_time.any_of(unmasked)
 
     def on_tile(tile: _ClassTile, state: Linear, is_label: Array | None = None) -> Linear:
         def on_block(i: Index, sums: Linear) -> Linear:
             is_first = sums.kernel is None
             block = packed.block(i)
             features, labels, d_rows = first if is_first else block.cut(operands)
-            part = tile.part(features, dtype, labels, is_label if is_first else None)
-            d_logits, _ = formula.d_part(part, d_rows)
+            logits = tile.logit_tile(features, dtype, labels, is_label if is_first else None)
+            d_logits, _ = formula.d_tile(logits, d_rows)
             d_bias = None if tile.bias is None else _added(sums.bias, jnp.sum(d_logits, 0))
             d_logits = d_logits.astype(layer.kernel.dtype)
             d_features = block.cut(sums.features) + matmul(d_logits, tile.kernel, 1, 1)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms, sharding, unfolded
+from masksafe._core import platforms, run_time, sharding
 from masksafe._core.exponentials import over
 from masksafe._core.labels import as_classes, class_index
 from masksafe._core.masks import selected
@@ -33,7 +33,7 @@ from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, divide, loop, take
 from masksafe._core.typing import Array, Arrays, Index, Pytree
 from masksafe.losses._labelled import element_at
-from masksafe.losses._rows._formula import Classes, LogitPart, RowFormula, has_probabilities, nan_if_bad
+from masksafe.losses._rows._formula import Classes, LogitTile, RowFormula, has_probabilities, nan_if_bad
 
 _NOWHERE = 2**30  # stands for no class
 _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
@@ -54,7 +54,7 @@ class LabelSums(NamedTuple):
     label: Any  # x at the label, 0 if the label is not among the classes
     weight: Any = None  # the sum of w
     weighted: Any = None  # the sum of w z
-    spread: Any = None  # the sum of exp(z) z
+    moment: Any = None  # the sum of exp(z) z
     best: Any = None  # the lowest class whose x is m
     number: Any = None  # V, if the weights do not give it
 
@@ -102,28 +102,28 @@ class CrossEntropy(RowFormula):
             none["best"] = jnp.full_like(zero, _NOWHERE, jnp.int32)
         return LabelSums(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero, **none)
 
-    def terms(self, part: LogitPart, x: Array, shift: Array) -> LabelSums:
+    def terms(self, tile: LogitTile, x: Array, shift: Array) -> LabelSums:
         z = self._over_temperature(x - shift)  # divided after the subtraction, as in `Exponentials`
-        others = self._terms(z, part.class_weights, part.unmasked)
-        return LabelSums(None, jnp.exp(z), None, **{name: selected(a, part.unmasked) for name, a in others.items()})
+        others = self._terms(z, tile.class_weights, tile.unmasked)
+        return LabelSums(None, jnp.exp(z), None, **{name: selected(a, tile.unmasked) for name, a in others.items()})
 
-    def completed(self, sums: LabelSums, part: LogitPart, x: Array) -> LabelSums:
-        if part.label is None:
-            sums = sums._replace(label=jnp.sum(jnp.where(part.is_label, x, 0), -1, keepdims=True))
+    def completed(self, sums: LabelSums, tile: LogitTile, x: Array) -> LabelSums:
+        if tile.label is None:
+            sums = sums._replace(label=jnp.sum(jnp.where(tile.is_label, x, 0), -1, keepdims=True))
         else:
-            sums = sums._replace(label=self.x(element_at(part.logits, part.unmasked, part.label)))
-        if "prediction" in self.names:  # `_with_best` looks within the part
-            sums = sums._replace(best=jnp.full_like(sums.largest, part.first, jnp.int32))
+            sums = sums._replace(label=self.x(element_at(tile.logits, tile.unmasked, tile.label)))
+        if "prediction" in self.names:  # `_with_best` looks within the tile
+            sums = sums._replace(best=jnp.full_like(sums.largest, tile.first, jnp.int32))
         return sums
 
-    def sums_of_each(self, part: LogitPart) -> LabelSums:
+    def sums_of_each(self, tile: LogitTile) -> LabelSums:
         """The sums over each logit alone."""
-        x = self.x(part.logits)
+        x = self.x(tile.logits)
         most = float(jnp.finfo(x.dtype).max)
         largest = jnp.clip(x, -most, most)
-        label = jnp.where(part.is_label, x, 0.0)
-        best = _classes_where(x >= largest, part.first) if "prediction" in self.names else None
-        return self.terms(part, x, largest)._replace(largest=largest, label=label, best=best)
+        label = jnp.where(tile.is_label, x, 0.0)
+        best = _classes_where(x >= largest, tile.first) if "prediction" in self.names else None
+        return self.terms(tile, x, largest)._replace(largest=largest, label=label, best=best)
 
     def _terms(self, z: Array, class_weights: Array | None, unmasked: Array | None = None) -> dict[str, Array]:
         """The terms of the other sums, by name."""
@@ -135,11 +135,11 @@ class CrossEntropy(RowFormula):
         if "entropy" in self.names:
             # 0 for a z of -inf.
             at_most = jnp.maximum(lax.stop_gradient(z) if self.has_one_derivative else z, _FAR)
-            terms["spread"] = jnp.exp(z) * at_most
+            terms["moment"] = jnp.exp(z) * at_most
         return terms
 
     def add(self, a: LabelSums, b: LabelSums) -> LabelSums:
-        """The sums over two parts of the classes together."""
+        """The sums over two tiles of the classes together."""
         largest = jnp.maximum(a.largest, b.largest)
         total: LabelSums = jax.tree.map(jnp.add, self._rebased(largest, a), self._rebased(largest, b))
         if "prediction" in self.names:
@@ -166,8 +166,8 @@ class CrossEntropy(RowFormula):
         if sums.weight is not None:
             step = jnp.maximum(step, float(jnp.finfo(step.dtype).min))  # it may overflow where the weight is 0
             moved = moved._replace(weighted=sums.weighted + sums.weight * step)
-        if sums.spread is not None:
-            moved = moved._replace(spread=factor * (sums.spread + sums.total * jnp.maximum(step, _FAR)))
+        if sums.moment is not None:
+            moved = moved._replace(moment=factor * (sums.moment + sums.total * jnp.maximum(step, _FAR)))
         return moved
 
     # The outputs.
@@ -189,7 +189,7 @@ class CrossEntropy(RowFormula):
                     # Along log p it has no derivative, since the probabilities add up to 1. A sum of the derivatives
                     # of both terms would lose all digits where a logit is 20 above the others.
                     constant = lax.stop_gradient(log_total) if self.has_one_derivative else log_total
-                    return constant - sums.spread / sums.total
+                    return constant - sums.moment / sums.total
                 case "logsumexp":
                     return self._logsumexp(sums)
                 case "prediction":
@@ -217,18 +217,18 @@ class CrossEntropy(RowFormula):
         if not {"cross_entropy", "log_prob"}.intersection(self.names):
             return d_sums._replace(label=None)
         without_weights = d_sums._replace(weighted=jax.tree.map(jnp.zeros_like, d_sums.weighted), number=None)
-        d_label, _ = self.d_terms(LogitPart(sums.label), sums.label, without_weights)
+        d_label, _ = self.d_terms(LogitTile(sums.label), sums.label, without_weights)
         return d_sums._replace(label=d_sums.label + d_label)
 
-    def with_label(self, d_x: Array, part: LogitPart, d_sums: LabelSums) -> Array:
+    def with_label(self, d_x: Array, tile: LogitTile, d_sums: LabelSums) -> Array:
         if d_sums.label is None:
             return d_x
         d_label = d_sums.label
         if d_sums.weighted is not None:
-            d_label += self._over_temperature(_weighted(d_sums.weighted, part.class_weights, part.unmasked))
+            d_label += self._over_temperature(_weighted(d_sums.weighted, tile.class_weights, tile.unmasked))
         # Selected: in a sum, XLA's compiler for GPUs cannot compute it within a matrix product, and writes it to memory
         # once more (jax 0.12, linear cross-entropy: 1.34 times the bytes).
-        return jnp.where(part.is_label, d_label, d_x)
+        return jnp.where(tile.is_label, d_label, d_x)
 
     # For linear layers.
 
@@ -242,10 +242,10 @@ class CrossEntropy(RowFormula):
     def sums_of(self, logits: Arrays, data: Array, classes: Classes, tile_size: int) -> Pytree:
         (x,), tiles = logits, divide(classes.here, tile_size)
         if tiles.number == 1:
-            sums = self.sums(logit_part(x, data, classes, tiles.tile(0)))
+            sums = self.sums(logit_tile(x, data, classes, tiles.tile(0)))
         else:
             empty = self.empty_sums(jnp.zeros_like(x[..., :1]))
-            tile_sums = lambda j: self.sums(logit_part(x, data, classes, tiles.tile(j)))  # noqa: E731
+            tile_sums = lambda j: self.sums(logit_tile(x, data, classes, tiles.tile(j)))  # noqa: E731
             sums = loop(0, tiles.number, lambda j, sums: self.add(sums, tile_sums(j)), empty)
         return self.add_devices(classes, self._with_best(x, sums, tiles.size))
 
@@ -266,30 +266,30 @@ class CrossEntropy(RowFormula):
 
     def cotangents(self, logits: Arrays, data: Array, classes: Classes, sums: Pytree, d_outputs: Arrays) -> Arrays:
         d_sums = self.d_sums(sums, data, classes.number, d_outputs)
-        return self.d_part(logit_part(logits[0], data, classes), d_sums)[:1]
+        return self.d_tile(logit_tile(logits[0], data, classes), d_sums)[:1]
 
     def plain_outputs(self, logits: Arrays, data: Array, classes: Classes) -> Arrays:
-        sums = self._with_best(logits[0], self.sums(logit_part(logits[0], data, classes)), classes.here)
+        sums = self._with_best(logits[0], self.sums(logit_tile(logits[0], data, classes)), classes.here)
         sums = self.add_devices(classes, sums)
         return nan_if_bad(self, self.outputs(sums, classes.number), data, classes.number)
 
 
-def logit_part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> LogitPart:
+def logit_tile(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> LogitTile:
     """The logits at a tile of the classes of this device, or at all of them."""
     labels = classes.local(as_classes(labels, classes.number))
     if tile is None or tile.size == classes.here:
-        return LogitPart(logits, class_index(logits.shape) == labels, None, classes.weights)
+        return LogitTile(logits, class_index(logits.shape) == labels, None, classes.weights)
     logits = take(logits, logits.ndim - 1, tile)
     index = jnp.asarray(tile.start, jnp.int32) + class_index(logits.shape)
     weights = None if classes.weights is None else take(classes.weights, 0, tile)
     if not tile.is_ragged:
-        return LogitPart(logits, index == labels, None, weights, first=tile.start)
+        return LogitTile(logits, index == labels, None, weights, first=tile.start)
     unmasked = index >= tile.first
-    return LogitPart(logits, (index == labels) & unmasked, unmasked, weights, first=tile.start)
+    return LogitTile(logits, (index == labels) & unmasked, unmasked, weights, first=tile.start)
 
 
 def _best_if(sums: LabelSums, largest: Array) -> Array:
-    """The best class where its x is the largest of all parts."""
+    """The best class where its x is the largest of all tiles."""
     return jnp.where(sums.largest == largest, sums.best, _NOWHERE)
 
 
@@ -330,17 +330,17 @@ class TargetCrossEntropy(RowFormula):
     def at(self, epsilon: Array | None) -> "TargetCrossEntropy":
         return TargetCrossEntropy(epsilon)
 
-    def terms(self, part: LogitPart, x: Array, shift: Array) -> TargetSums:
-        t = widened(selected(part.targets, part.unmasked))
+    def terms(self, tile: LogitTile, x: Array, shift: Array) -> TargetSums:
+        t = widened(selected(tile.targets, tile.unmasked))
         dtype = jnp.promote_types(x.dtype, t.dtype)
         # Times an unknown 1: XLA would add up constant targets while it compiles.
-        z, t = x.astype(dtype) - shift.astype(dtype), t.astype(dtype) * unfolded.unknown(1, dtype)
+        z, t = x.astype(dtype) - shift.astype(dtype), t.astype(dtype) * run_time.unknown(1, dtype)
         is_absent = (t == 0) & (z == -jnp.inf)  # it adds nothing, by the convention 0 log 0 = 0
         exps, product = jnp.exp(z), t * jnp.where(is_absent, 0, z)
         weight = jnp.where(is_absent, 0, t) if self.has_one_derivative else t  # equal, except in its derivative by t
         return TargetSums(None, exps, weight, product, *(() if self.epsilon is None else (t * exps, t)))
 
-    def completed(self, sums: TargetSums, part: LogitPart, x: Array) -> TargetSums:
+    def completed(self, sums: TargetSums, tile: LogitTile, x: Array) -> TargetSums:
         is_nothing = (sums.total == 0) & (sums.weight == 0)  # no class has a probability or a target
         return sums._replace(total=jnp.where(is_nothing, 1, sums.total))
 

@@ -26,10 +26,10 @@ from jax import lax
 from masksafe._core.exponentials import Exponentials, over
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
+from masksafe._core.run_time import unknown
 from masksafe._core.sharding import gathered_along, may_loop, vary_with
 from masksafe._core.switches import uses_plain_rules
 from masksafe._core.typing import Array, Arrays, Pytree
-from masksafe._core.unfolded import unknown
 from masksafe.losses._labelled import elements_at
 from masksafe.losses._rows._formula import Classes
 

@@ -39,7 +39,7 @@ class Classes(NamedTuple):
         return sharding.Devices(self.axis_name).local(labels, self.here)
 
 
-class LogitPart(NamedTuple):
+class LogitTile(NamedTuple):
     """The logits of some rows `[..., n]` at some of the classes, and their labels or targets."""
 
     logits: Array
@@ -56,7 +56,7 @@ class LogitPart(NamedTuple):
 class RowFormula:
     """What follows from a formula's `terms` and `outputs`.
 
-    `terms(part, x, shift)` are what the classes add to the sums, `[..., n]` each: a NamedTuple with exponentials as
+    `terms(tile, x, shift)` are what the classes add to the sums, `[..., n]` each: a NamedTuple with exponentials as
     `total`, and None for what is no sum of terms, such as the `largest` x. `outputs(sums, classes)` are those of a row,
     `[..., 1]` each, from its sums and the number of classes on all devices.
     """
@@ -86,15 +86,15 @@ class RowFormula:
         """The logits, wide; -inf where masked."""
         return widened(selected(logits, unmasked, -jnp.inf))
 
-    def sums(self, part: LogitPart) -> Any:
-        """The sums over the classes of a part, `[..., 1]` each."""
-        x = self.x(part.logits, part.unmasked)
-        largest = selected(finite_largest(x), part.unmasked_rows)
-        terms = self.terms(part, x, largest)
+    def sums(self, tile: LogitTile) -> Any:
+        """The sums over the classes of a tile, `[..., 1]` each."""
+        x = self.x(tile.logits, tile.unmasked)
+        largest = selected(finite_largest(x), tile.unmasked_rows)
+        terms = self.terms(tile, x, largest)
         sums = jax.tree.map(lambda term: jnp.sum(term, -1, keepdims=True), terms)
-        return self.completed(sums._replace(largest=largest), part, x)
+        return self.completed(sums._replace(largest=largest), tile, x)
 
-    def completed(self, sums: Any, part: LogitPart, x: Array) -> Any:
+    def completed(self, sums: Any, tile: LogitTile, x: Array) -> Any:
         """The sums, with what is not a sum of terms."""
         return sums
 
@@ -113,27 +113,27 @@ class RowFormula:
         d_sums = jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, d_sums)  # that of an integer
         return d_sums._replace(largest=sums.largest)
 
-    def d_part(self, part: LogitPart, d_sums: Any, *, computed_again: bool = True) -> tuple[Array, Array | None]:
+    def d_tile(self, tile: LogitTile, d_sums: Any, *, computed_again: bool = True) -> tuple[Array, Array | None]:
         """The cotangents of some logits and of their targets; anything where masked."""
-        x, pull_back_x = jax.vjp(self.x, part.logits)
-        x = selected(x, part.unmasked, -jnp.inf)
+        x, pull_back_x = jax.vjp(self.x, tile.logits)
+        x = selected(x, tile.unmasked, -jnp.inf)
         # Logits that are computed again may exceed the largest by a rounding. Those of an array are the same as before,
         # and XLA computes their exponentials once.
         x = jnp.minimum(x, d_sums.largest) if computed_again else x
-        d_x, d_targets = self.d_terms(part, x, d_sums)
-        return pull_back_x(self.with_label(d_x, part, d_sums))[0], d_targets
+        d_x, d_targets = self.d_terms(tile, x, d_sums)
+        return pull_back_x(self.with_label(d_x, tile, d_sums))[0], d_targets
 
-    def d_terms(self, part: LogitPart, x: Array, d_sums: Any) -> tuple[Array, Array | None]:
+    def d_terms(self, tile: LogitTile, x: Array, d_sums: Any) -> tuple[Array, Array | None]:
         """The cotangents of some x and of their targets, by the terms."""
         formula, largest = self.for_one_derivative(), d_sums.largest
-        terms, pull_back = jax.vjp(lambda x, t: formula.terms(part._replace(targets=t), x, largest), x, part.targets)
+        terms, pull_back = jax.vjp(lambda x, t: formula.terms(tile._replace(targets=t), x, largest), x, tile.targets)
         return pull_back(jax.tree.map(sharding.broadcast_like, self.of_terms(d_sums), terms))
 
     def of_terms(self, sums: Any) -> Any:
         """The sums of terms, without the others."""
         return sums._replace(largest=None)
 
-    def with_label(self, d_x: Array, part: LogitPart, d_sums: Any) -> Array:
+    def with_label(self, d_x: Array, tile: LogitTile, d_sums: Any) -> Array:
         """The cotangents of x, from those by the terms."""
         return d_x
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from masksafe._core import platforms, precision, sharding, unfolded
+from masksafe._core import platforms, precision, run_time, sharding
 from masksafe._core.masks import selected
-from masksafe._core.tiles import add_to_part, divide, loop, take
+from masksafe._core.tiles import add_to_slice, divide, loop, take
 from masksafe._core.typing import Array, DType, Index, Pytree
 from masksafe.losses._rows._formula import Classes
 
@@ -30,7 +30,7 @@ class Linear(NamedTuple):
         """The logits of features and a kernel of the same dtype."""
         logits = precision.matmul(self.features, self.kernel, self.features.ndim - 1, 0).astype(dtype)
         if self.kernel.shape[0] == 0:  # empty products are constants, whose sums XLA would compute while it compiles
-            logits += unfolded.unknown(0, dtype)
+            logits += run_time.unknown(0, dtype)
         if self.bias is None:
             return logits
         return logits + jnp.expand_dims(self.bias, range(logits.ndim - 1)).astype(dtype)
@@ -72,7 +72,7 @@ class LinearInputs(NamedTuple):
             bias = jnp.zeros(class_mask.shape, layer.kernel.dtype) if layer.bias is None else layer.bias
             return layer._replace(kernel=selected(layer.kernel, class_mask), bias=selected(bias, class_mask, -math.inf))
 
-        any_class = sharding.Devices(axis_name).any(unfolded.any_of(class_mask))
+        any_class = sharding.Devices(axis_name).any(run_time.any_of(class_mask))
         unmasked = jnp.broadcast_to(any_class, self.tokens) if self.unmasked is None else self.unmasked & any_class
         return self._replace(layers=tuple(map(masked, self.layers)), unmasked=unmasked)
 
@@ -111,6 +111,6 @@ def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile:
         part = take(d_logits, 1, tile)
         if tile.is_ragged:
             part = jnp.where((tile.start + jnp.arange(tile.size, dtype=jnp.int32) >= tile.first)[None], part, 0)
-        return add_to_part(d_kernel, precision.matmul(features_by_column, part, 1, 0), {1: (tile.start, tile.size)})
+        return add_to_slice(d_kernel, precision.matmul(features_by_column, part, 1, 0), {1: (tile.start, tile.size)})
 
     return loop(0, classes.number, add, d_kernel)

@@ -1,8 +1,8 @@
 """The op of losses of linear layers: outputs of tokens, or a weighted sum of them, with derivatives and on meshes.
 
-A formula is computed in blocks of tokens on a CPU, in tiles of the classes elsewhere, and in one pass where JAX refuses
-a loop. In blocks and in one pass the forward pass of a weighted sum also computes its gradients, and the reverse pass
-multiplies them by the cotangent of the sum; in tiles the reverse pass computes them.
+A formula is computed in blocks of tokens on a CPU, in tiles of the classes on accelerators, and in one pass where JAX
+refuses a loop. In blocks and in one pass the forward pass of a weighted sum also computes its gradients, and the
+reverse pass multiplies them by the cotangent of the sum; in tiles the reverse pass computes them.
 
 The functions take `LinearInputs` in the user's layout, since a copy could show a masked NaN to jax_debug_nans. Only the
 first layers have gradients, as many as the formula says.
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import per_device, platforms, sharding, unfolded
-from masksafe._core.derivatives import rule_of_kernels, without_mask_of_rows
+from masksafe._core import per_device, platforms, run_time, sharding
+from masksafe._core.derivatives import rule_with_plain_form, without_mask_of_rows
 from masksafe._core.masks import both, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Arrays, Pytree, jitted
@@ -26,13 +26,13 @@ from masksafe.losses._rows import _class_tiles, _token_blocks
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._formula import nan_if_bad
 from masksafe.losses._rows._linear_layer import Linear, LinearInputs, as_rows
-from masksafe.losses._rows._options import Options, Sizes
+from masksafe.losses._rows._linear_loss import LinearLoss, Sizes
 
 _Args = tuple[LinearInputs, Arrays | None]  # the inputs and the weights
 
 
 @jitted(0)
-def evaluate(options: Options, inputs: LinearInputs, weights: Arrays | None = None) -> Pytree:
+def evaluate(options: LinearLoss, inputs: LinearInputs, weights: Arrays | None = None) -> Pytree:
     """The outputs of each token `[...]`, 0 where masked; with weights the sum over the tokens of `output * weight`.
 
     The weights, one for each output, are arrays over the tokens `[...]`, 0 where masked, or scalars. An array has a
@@ -55,7 +55,7 @@ def evaluate(options: Options, inputs: LinearInputs, weights: Arrays | None = No
     return split.map(on_device, args, names, result_names)
 
 
-def _dimensions(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Pytree:
+def _dimensions(options: LinearLoss, inputs: LinearInputs, weights: Arrays | None) -> Pytree:
     """The names of the dimensions of each array; the classes have none where every device needs all of them."""
     tokens: Pytree = PartitionSpec(*(f"tokens {axis}" for axis in range(len(inputs.tokens))))
     classes: Pytree = PartitionSpec("classes" if isinstance(options.formula, CrossEntropy) else None)
@@ -75,7 +75,7 @@ class _Residuals(NamedTuple):
 
 
 def _forward(
-    options: Options, inputs: LinearInputs, weights: Arrays | None, *, with_gradients: bool = True
+    options: LinearLoss, inputs: LinearInputs, weights: Arrays | None, *, with_gradients: bool = True
 ) -> tuple[Pytree, _Residuals]:
     d_outputs = None if weights is None or not with_gradients else _scaled_weights(options, inputs, weights)
     if _needs_one_pass(inputs):
@@ -95,7 +95,9 @@ def _forward(
     return total, _Residuals(total, weighted_outputs, sums, gradients)
 
 
-def _in_one_pass(options: Options, inputs: LinearInputs, d_outputs: Arrays | None) -> tuple[Arrays, tuple[Linear, ...]]:
+def _in_one_pass(
+    options: LinearLoss, inputs: LinearInputs, d_outputs: Arrays | None
+) -> tuple[Arrays, tuple[Linear, ...]]:
     """The outputs, and the gradients in the dtype of sums: in the reverse pass XLA would compute the logits again."""
     if d_outputs is None or options.axis_name is not None:
         return _plain(options, inputs, None), ()
@@ -119,9 +121,9 @@ def _needs_one_pass(inputs: LinearInputs) -> bool:
 
 
 def _schedules(
-    options: Options, inputs: LinearInputs, in_blocks: Callable[..., Pytree], in_tiles: Callable[..., Pytree]
+    options: LinearLoss, inputs: LinearInputs, in_blocks: Callable[..., Pytree], in_tiles: Callable[..., Pytree]
 ) -> list[Callable[..., Pytree]]:
-    """`in_blocks` on a CPU, on accelerators `in_tiles`, if the formula can be computed in them; both with their sizes."""
+    """`in_blocks` on a CPU, on accelerators `in_tiles` if the formula has them; both with their sizes."""
     sizes_if = functools.partial(options.sizes, inputs, is_masked=inputs.unmasked is not None)
     on_accelerator = in_tiles if isinstance(options.formula, CrossEntropy) else in_blocks
     return [functools.partial(in_blocks, sizes_if(True)), functools.partial(on_accelerator, sizes_if(False))]
@@ -135,7 +137,7 @@ def _sum_of(outputs: Arrays, weights: Arrays) -> Array:
     return functools.reduce(jnp.add, map(one, outputs, weights))
 
 
-def _scaled_weights(options: Options, inputs: LinearInputs, weights: Arrays) -> Arrays:
+def _scaled_weights(options: LinearLoss, inputs: LinearInputs, weights: Arrays) -> Arrays:
     """The cotangents of the outputs with which the gradients of a sum are computed."""
     scale = _cotangent_scale(options, inputs, weights)
     return tuple(jnp.broadcast_to(w.astype(inputs.sum_dtype) * scale, inputs.tokens) for w in weights)
@@ -146,7 +148,7 @@ def _on_one_axis(d_outputs: Arrays) -> Arrays:
     return tuple(as_rows(d, d.ndim) for d in d_outputs)
 
 
-def _cotangent_scale(options: Options, inputs: LinearInputs, weights: Arrays) -> Array | float:
+def _cotangent_scale(options: LinearLoss, inputs: LinearInputs, weights: Arrays) -> Array | float:
     """The cotangent used for the gradients of a sum before the actual cotangent is known.
 
     Cotangents of the logits are rounded to the dtype of the kernel; this scale moves them into the range of float16.
@@ -156,12 +158,12 @@ def _cotangent_scale(options: Options, inputs: LinearInputs, weights: Arrays) ->
     scale = 2.0**options.formula.cotangent_exponent
     if not any(w.ndim for w in weights):
         return scale
-    each = [unfolded.largest_of(jnp.abs(lax.stop_gradient(w))) for w in weights]
+    each = [run_time.largest_of(jnp.abs(lax.stop_gradient(w))) for w in weights]
     largest = functools.reduce(jnp.maximum, each)
     return scale / jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
 
 
-def _plain(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Pytree:
+def _plain(options: LinearLoss, inputs: LinearInputs, weights: Arrays | None) -> Pytree:
     """The results in a form that JAX differentiates to any order; if possible in a fixed number of blocks."""
     formula, used = options.formula, inputs.used
     if used is not None:
@@ -193,7 +195,7 @@ def _plain(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Py
 # The reverse pass.
 
 
-def _in_reverse(options: Options, args: _Args, residuals: _Residuals, d_results: Pytree) -> _Args:
+def _in_reverse(options: LinearLoss, args: _Args, residuals: _Residuals, d_results: Pytree) -> _Args:
     """Leaves out results that are not finite and whose cotangents are 0: the user has replaced them.
 
     Finite ones stay, since the gradients have derivatives with respect to cotangents of 0.
@@ -205,7 +207,7 @@ def _in_reverse(options: Options, args: _Args, residuals: _Residuals, d_results:
     return inputs._replace(used=used), weights
 
 
-def _reverse(options: Options, args: _Args, residuals: _Residuals, d_results: Pytree) -> tuple[LinearInputs, Pytree]:
+def _reverse(options: LinearLoss, args: _Args, residuals: _Residuals, d_results: Pytree) -> tuple[LinearInputs, Pytree]:
     inputs, weights = args
     # The weights are the same on all devices, so each device returns a part of their cotangents.
     each = (None if x is None else _times(d_results, x) for x in residuals.outputs)
@@ -223,7 +225,7 @@ def _reverse(options: Options, args: _Args, residuals: _Residuals, d_results: Py
 
 
 def _gradients(
-    options: Options, inputs: LinearInputs, weights: Arrays | None, residuals: _Residuals, d_results: Pytree
+    options: LinearLoss, inputs: LinearInputs, weights: Arrays | None, residuals: _Residuals, d_results: Pytree
 ) -> tuple[Linear, ...]:
     """The gradients of the layers, with tokens on one axis. Tokens with cotangents of 0 cost no time."""
     devices, dtype = sharding.Devices(options.axis_name), inputs.sum_dtype
@@ -240,7 +242,7 @@ def _gradients(
         if flat.unmasked is None:
             return gradients
         # Selected after the product: the cotangent may be infinite, as for sqrt(0).
-        column, by_class = flat.unmasked[:, None], functools.partial(selected, where=unfolded.any_of(flat.unmasked))
+        column, by_class = flat.unmasked[:, None], functools.partial(selected, where=run_time.any_of(flat.unmasked))
         return tuple(Linear(selected(d.features, column), *jax.tree.map(by_class, d[1:])) for d in gradients)
 
     def in_blocks(sizes: Sizes, flat: LinearInputs, residuals: _Residuals, d_outputs: Arrays, factor: Array) -> Pytree:
@@ -276,6 +278,6 @@ def _times(d_total: Array, x: Array) -> Array:
     return jnp.where((d_total != 0) | jnp.isfinite(x), x * d_total.astype(x.dtype), 0.0)
 
 
-_outputs_or_sum = rule_of_kernels(
+_outputs_or_sum = rule_with_plain_form(
     _forward, _reverse, _in_reverse, lambda *args: _forward(*args, with_gradients=False)[0], _plain
 )

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.tiles import divisor_near, even_size, part, with_part
+from masksafe._core.run_time import unknown
+from masksafe._core.tiles import divisor_near, even_size, slice_at, with_slice
 from masksafe._core.typing import Array, Index, Tree
-from masksafe._core.unfolded import unknown
 
 
 class TokenBlock(NamedTuple):
@@ -25,11 +25,11 @@ class TokenBlock(NamedTuple):
 
     def cut(self, tree: Tree) -> Tree:
         """The rows of the block, from arrays over places."""
-        return jax.tree.map(lambda x: part(x, {0: (self.start, self.size)}), tree)
+        return jax.tree.map(lambda x: slice_at(x, {0: (self.start, self.size)}), tree)
 
     def put(self, x: Array, rows: Array) -> Array:
         """An array over places, with new rows for the block."""
-        return with_part(x, rows, {0: (self.start, self.size)})
+        return with_slice(x, rows, {0: (self.start, self.size)})
 
 
 class Packed(NamedTuple):

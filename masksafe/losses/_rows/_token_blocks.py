@@ -12,14 +12,14 @@ from masksafe._core.sharding import vary_with
 from masksafe._core.tiles import loop
 from masksafe._core.typing import Array, Arrays, Index, Pytree
 from masksafe.losses._rows._linear_layer import Linear, LinearInputs, add_to_kernel
-from masksafe.losses._rows._options import Options, Sizes
+from masksafe.losses._rows._linear_loss import LinearLoss, Sizes
 from masksafe.losses._rows._packing import Packed, TokenBlock
 
 _State = tuple[Pytree, tuple[Linear, ...]]
 
 
 def sums_and_gradients(
-    options: Options, sizes: Sizes, inputs: LinearInputs, sums: Pytree, d_outputs: Arrays | None
+    options: LinearLoss, sizes: Sizes, inputs: LinearInputs, sums: Pytree, d_outputs: Arrays | None
 ) -> _State:
     """The sums of each row `[N, 1]`, meaningful where unmasked, and the gradients; both in the dtype of sums.
 

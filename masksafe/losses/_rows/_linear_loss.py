@@ -16,8 +16,8 @@ class Sizes(NamedTuple):
     class_tile: int
 
 
-class Options(NamedTuple):
-    """The static arguments."""
+class LinearLoss(NamedTuple):
+    """The static arguments of the op."""
 
     formula: CrossEntropy | Divergence
     block_size: int | None  # as the user gives it
@@ -25,19 +25,19 @@ class Options(NamedTuple):
 
     def sizes(self, inputs: LinearInputs, on_cpu: bool, *, is_masked: bool) -> Sizes:
         """The sizes for these arrays; under a mask blocks are smaller, so that more can be skipped."""
-        layers, by_parts = inputs.layers, isinstance(self.formula, CrossEntropy)
+        layers, in_tiles = inputs.layers, isinstance(self.formula, CrossEntropy)
         tokens, classes = max(1, math.prod(inputs.tokens)), layers[0].kernel.shape[1]
         width = max(layer.kernel.shape[0] for layer in layers)
-        if by_parts and not on_cpu:
+        if in_tiles and not on_cpu:
             return sizes_in_tiles(tokens, width, classes, self.block_size, is_masked)
-        limits, rows_per_token = platforms.choices().linear, 1 if by_parts else 2
+        limits, rows_per_token = platforms.choices().linear, 1 if in_tiles else 2
         if on_cpu:
             most = min(limits.most_tokens, limits.token_block_elements // rows_per_token // classes)
             most = max(limits.fewest_tokens, most)
             if is_masked:
                 most = min(most, max(limits.fewest_tokens_if_masked, min(limits.most_tokens_if_masked, tokens // 4)))
         else:
-            most = max(limits.fewest_tokens, limits.token_block_elements_elsewhere // classes)
+            most = max(limits.fewest_tokens, limits.token_block_elements_on_accelerators // classes)
         block = min(most if self.block_size is None else self.block_size, tokens)
         return Sizes(block, max(1, limits.class_tile_elements // max(1, width, block)) if on_cpu else classes)
 

@@ -1,4 +1,4 @@
-"""The checks of floats and of indices that checkify adds: none of them is an alarm over what is masked."""
+"""The checks of floats and of indices that checkify adds: none of them fails for what is masked."""
 
 import functools
 
@@ -22,7 +22,7 @@ KERNEL = np.where(np.arange(5) < 4, np.ones((3, 5), np.float32), np.float32(np.n
 
 
 @each_kind()
-def test_what_is_masked_is_no_alarm(key):
+def test_what_is_masked_fails_no_check(key):
     op, errors, garbage = OPS[key], checkify.all_checks, ((np.nan, -1), (np.inf, -100), (HUGE, 2**31 - 1))
     if op.name == "dot_product_attention":
         errors -= checkify.index_checks  # JAX fails to check indices inside of `jax.checkpoint` (jax 0.12)
@@ -37,7 +37,7 @@ def test_what_is_masked_is_no_alarm(key):
 
 
 @parametrize("name", ["segment_var"], exhaustive=["var", "segment_mean", "mean", "layer_norm", "batch_norm"])
-def test_a_weight_of_0_is_no_alarm(name):
+def test_a_weight_of_0_fails_no_check(name):
     key = f"{name}, weights of 0"
     op = OPS[key]
     with masksafe.label_checks("checkify"):
@@ -74,14 +74,14 @@ OPTIONS = {
 
 
 @parametrize("options", ["z_loss"], exhaustive=OPTIONS)
-def test_options_are_no_alarm(options):
+def test_options_fail_no_check(options):
     loss = lambda x: masksafe.mean(OPTIONS[options](x))  # noqa: E731
     with masksafe.label_checks("checkify"):
         check = jax.jit(checkify.checkify(jax.value_and_grad(loss), checkify.all_checks))
         assert check(jnp.where(ROWS[:, None], 1.0, jnp.full((3, 3), jnp.nan)))[0].get() is None
 
 
-def test_segments_of_several_sequences_are_no_alarm():
+def test_segments_of_several_sequences_fail_no_check():
     ids, where = np.array([[0, 7, 7], [1, 1, -1]]), np.array([[True, False, True], [True, True, False]])
     x, weights = np.where(where, np.float32([[[0, 5, 1], [1, 3, 0]], [[1, 1, 2], [2, 4, 1]]]), np.float32(np.nan))
     mean = lambda x: masksafe.MaskedMean.of(x, where, weights=weights, by="segment", segment_ids=ids).value  # noqa: E731
@@ -90,7 +90,7 @@ def test_segments_of_several_sequences_are_no_alarm():
     np.testing.assert_allclose(value, (0 + 1 + 14 / 6) / 3, rtol=1e-6)
 
 
-def test_what_is_not_masked_is_an_alarm():
+def test_what_is_not_masked_fails_a_check():
     op = OPS["softmax_cross_entropy_with_integer_labels"]
     args = np.where(op.where & (np.arange(6) == 2)[:, None], np.nan, op.args[0]), op.args[1]
     with masksafe.label_checks("checkify"):
