@@ -1,7 +1,8 @@
 """The variance of the unmasked rows of each segment, and rows made standard by it.
 
 A mean has two parts: an element of the segment, and the mean of the deviations from it. So a
-common offset costs no digits, and a segment of equal elements has a variance of exactly 0.
+common offset costs no digits, and a segment of equal elements has a variance of exactly 0. Rows have other moments
+(`_core/moments.py`): their centre is the average, and XLA needs barriers at other places.
 """
 
 from __future__ import annotations

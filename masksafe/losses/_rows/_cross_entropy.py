@@ -102,7 +102,7 @@ class CrossEntropy(RowFormula):
             none["best"] = jnp.full_like(zero, _NOWHERE, jnp.int32)
         return LabelSums(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero, **none)
 
-    def terms(self, tile: LogitTile, x: Array, shift: Array) -> LabelSums:
+    def terms(self, tile: LogitTile, shift: Array, x: Array, _: None) -> LabelSums:
         z = self._over_temperature(x - shift)  # divided after the subtraction, as in `Exponentials`
         others = self._terms(z, tile.class_weights, tile.unmasked)
         return LabelSums(None, jnp.exp(z), None, **{name: selected(a, tile.unmasked) for name, a in others.items()})
@@ -123,7 +123,7 @@ class CrossEntropy(RowFormula):
         largest = jnp.clip(x, -most, most)
         label = jnp.where(tile.is_label, x, 0.0)
         best = _classes_where(x >= largest, tile.first) if "prediction" in self.names else None
-        return self.terms(tile, x, largest)._replace(largest=largest, label=label, best=best)
+        return self.terms(tile, largest, x, None)._replace(largest=largest, label=label, best=best)
 
     def _terms(self, z: Array, class_weights: Array | None, unmasked: Array | None = None) -> dict[str, Array]:
         """The terms of the other sums, by name."""
@@ -330,8 +330,8 @@ class TargetCrossEntropy(RowFormula):
     def at(self, epsilon: Array | None) -> "TargetCrossEntropy":
         return TargetCrossEntropy(epsilon)
 
-    def terms(self, tile: LogitTile, x: Array, shift: Array) -> TargetSums:
-        t = widened(selected(tile.targets, tile.unmasked))
+    def terms(self, tile: LogitTile, shift: Array, x: Array, targets: Array) -> TargetSums:
+        t = widened(selected(targets, tile.unmasked))
         dtype = jnp.promote_types(x.dtype, t.dtype)
         # Times an unknown 1: XLA would add up constant targets while it compiles.
         z, t = x.astype(dtype) - shift.astype(dtype), t.astype(dtype) * run_time.unknown(1, dtype)

@@ -9,6 +9,7 @@ reverse pass keeps the sums.
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -56,9 +57,9 @@ class LogitTile(NamedTuple):
 class RowFormula:
     """What follows from a formula's `terms` and `outputs`.
 
-    `terms(tile, x, shift)` are what the classes add to the sums, `[..., n]` each: a NamedTuple with exponentials as
-    `total`, and None for what is no sum of terms, such as the `largest` x. `outputs(sums, classes)` are those of a row,
-    `[..., 1]` each, from its sums and the number of classes on all devices.
+    `terms(tile, shift, x, targets)` are what the classes add to the sums, `[..., n]` each: a NamedTuple with
+    exponentials as `total`, and None for what is no sum of terms, such as the `largest` x. `outputs(sums, classes)` are
+    those of a row, `[..., 1]` each, from its sums and the number of classes on all devices.
     """
 
     terms: ClassVar[Any]
@@ -90,7 +91,7 @@ class RowFormula:
         """The sums over the classes of a tile, `[..., 1]` each."""
         x = self.x(tile.logits, tile.unmasked)
         largest = selected(finite_largest(x), tile.unmasked_rows)
-        terms = self.terms(tile, x, largest)
+        terms = self.terms(tile, largest, x, tile.targets)
         sums = jax.tree.map(lambda term: jnp.sum(term, -1, keepdims=True), terms)
         return self.completed(sums._replace(largest=largest), tile, x)
 
@@ -125,8 +126,8 @@ class RowFormula:
 
     def d_terms(self, tile: LogitTile, x: Array, d_sums: Any) -> tuple[Array, Array | None]:
         """The cotangents of some x and of their targets, by the terms."""
-        formula, largest = self.for_one_derivative(), d_sums.largest
-        terms, pull_back = jax.vjp(lambda x, t: formula.terms(tile._replace(targets=t), x, largest), x, tile.targets)
+        terms_of = functools.partial(self.for_one_derivative().terms, tile, d_sums.largest)
+        terms, pull_back = jax.vjp(terms_of, x, tile.targets)
         return pull_back(jax.tree.map(sharding.broadcast_like, self.of_terms(d_sums), terms))
 
     def of_terms(self, sums: Any) -> Any:
