@@ -109,7 +109,8 @@ class RowFormula:
             good, n = is_class(labels, classes), self.label_outputs
             d_outputs = (*(jnp.where(good | (d == 0), d, jnp.nan) for d in d_outputs[:n]), *d_outputs[n:])
         sums = sums._replace(total=jnp.where(has_probabilities(sums), sums.total, jnp.nan))
-        found, pull_back = jax.vjp(lambda sums: self.for_one_derivative().outputs(sums, classes), sums)
+        outputs_of = functools.partial(self.for_one_derivative().outputs, classes=classes)
+        found, pull_back = jax.vjp(outputs_of, sums)
         (d_sums,) = pull_back(tuple(map(sharding.vary_with, d_outputs, found)))
         d_sums = jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, d_sums)  # that of an integer
         return d_sums._replace(largest=sums.largest)
