@@ -257,8 +257,8 @@ class _Found(NamedTuple):
     microbatch: Array | None  # the number of the micro-batch that is being traced
 
 
-class _Report(NamedTuple):
-    """The numbers of an error, in the order of `_Text.filled`."""
+class _Counts(NamedTuple):
+    """The counts and other numbers of an error, in the order of `_Text.filled`."""
 
     place: Array  # the index of the first bad label, [rank]
     bad: Array  # how many
@@ -300,7 +300,7 @@ def _raise_now(text: _Text, arrays: _Found) -> None:
             _raise_if_bad(text, _numbers(text, arrays))
 
 
-def _numbers(text: _Text, arrays: _Found) -> _Report:
+def _numbers(text: _Text, arrays: _Found) -> _Counts:
     """The counts, and the value and the index of the first bad label."""
     bad, checked, values, microbatch = arrays
     first, is_first = masks.first_of(bad)
@@ -310,10 +310,10 @@ def _numbers(text: _Text, arrays: _Found) -> _Report:
     if microbatch is not None and text.axis is not None:
         index[text.axis] = microbatch + text.microbatches * index[text.axis]
     place = jnp.stack(index) if index else jnp.zeros(0, jnp.int32)
-    return _Report(place, jnp.sum(bad), jnp.sum(checked), value, microbatch)
+    return _Counts(place, jnp.sum(bad), jnp.sum(checked), value, microbatch)
 
 
-def _raise_if_bad(text: _Text, numbers: _Report) -> None:
+def _raise_if_bad(text: _Text, numbers: _Counts) -> None:
     place, *scalars = numbers
     if numbers.bad:
         raise ValueError(text.filled(tuple(place.tolist()), *(None if x is None else x.item() for x in scalars)))
@@ -326,11 +326,11 @@ def _stage_check(text: _Text, arrays: _Found) -> None:
     """Stages a checkify check, which fills in the numbers of the text."""
     text = text.for_shape(arrays.bad.shape)
     place, *scalars = _numbers(text, arrays)
-    named: dict[str, Any] = {name: x for name, x in zip(_Report._fields[1:], scalars, strict=True) if x is not None}
+    named: dict[str, Any] = {name: x for name, x in zip(_Counts._fields[1:], scalars, strict=True) if x is not None}
     indices: dict[str, Any] = {f"i{axis}": place[axis] for axis in range(len(place))}
     index = ", ".join(f"{{{name}}}" for name in indices) + ("," if len(indices) == 1 else "")
     text = text._replace(what=_escape(text.what), call=_escape(text.call))
-    template = text.filled(f"({index})", *(f"{{{name}}}" if name in named else None for name in _Report._fields[1:]))
+    template = text.filled(f"({index})", *(f"{{{name}}}" if name in named else None for name in _Counts._fields[1:]))
     checkify.check(named["bad"] == 0, template, **indices, **named)
 
 
@@ -415,10 +415,10 @@ def _fail_if_bad(text: _Text, arrays: _Found) -> Array:
     return lax.cond(any_bad, fail, lambda _: jnp.zeros((), bool), arrays)
 
 
-def _gather_shards(numbers: _Report, axes: tuple[str, ...]) -> _Report:
+def _gather_shards(numbers: _Counts, axes: tuple[str, ...]) -> _Counts:
     """The numbers of the first shard with a bad label, with its number, and with counts summed over the shards."""
     stacked = jax.tree.map(lambda x: lax.all_gather(x, axes), numbers._replace(microbatch=None))
     first = jnp.argmax(stacked.bad > 0)
-    one: _Report = jax.tree.map(lambda x: x[first], stacked)
+    one: _Counts = jax.tree.map(lambda x: x[first], stacked)
     counts = {"bad": jnp.sum(stacked.bad), "checked": jnp.sum(stacked.checked)}
     return one._replace(shard=first, microbatch=numbers.microbatch, **counts)

@@ -20,7 +20,7 @@ from masksafe._core import switches
 from masksafe._core.sharding import Devices, has_symbolic_size, is_sharded
 from masksafe._core.typing import Array, Pytree, Tree
 
-MeshAxes = tuple[str, ...]  # of a mesh
+MeshAxes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _split_dimensions(mesh: AbstractMesh, arrays: list[Array], names: list[Parti
 def _manual_axes(mesh: AbstractMesh) -> MeshAxes:
     """All explicit axes, also those that split no array: JAX has no second derivatives otherwise (jax 0.12).
 
-    MeshAxes over which an enclosing `jax.vmap` is split are left out: JAX refuses them, and only a try shows which they
+    Axes over which an enclosing `jax.vmap` is split are left out: JAX refuses them, and only a try shows which they
     are.
     """
 
