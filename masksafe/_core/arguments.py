@@ -237,6 +237,13 @@ def _canonical_axis(op: str, axis: Any, ndim: int) -> int:
     return index % ndim
 
 
+def check_shape(op: str, argument: str, shape: Sequence[int], expected: Sequence[int], which: str = "") -> None:
+    """Refuses a `shape` other than the expected one; `which` says where that is from, as in "that of labels"."""
+    if shape != expected:
+        text = f"{expected}, {which}" if which else f"{expected}"
+        raise ValueError(message(op, argument, f"shape {shape}", text))
+
+
 def check_broadcasts_to(
     op: str, argument: str, shape: Sequence[int], target: Sequence[int], of: str, hint: str = ""
 ) -> None:

@@ -130,9 +130,7 @@ class MaskedMean:
             raise ValueError(arguments.message(_OP, "segment_ids", found, expected, 'They go with by="segment".'))
         if segment_ids is not None:
             segment_ids = arguments.as_index_array(_OP, "segment_ids", segment_ids)
-            if segment_ids.shape != x.shape:
-                found, expected = f"shape {segment_ids.shape}", f"{x.shape}, the shape of x"
-                raise ValueError(arguments.message(_OP, "segment_ids", found, expected))
+            arguments.check_shape(_OP, "segment_ids", segment_ids.shape, x.shape, "the shape of x")
         if by == "token":
             return cls(*_total_and_count(how, x, where, weights))
         return cls(*_total_and_count_of_parts(how, x, where, weights, segment_ids))

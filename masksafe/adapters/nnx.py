@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.module import first_from
 
-from masksafe._core.arguments import as_float_array, as_label_array, message
+from masksafe._core.arguments import as_float_array, as_label_array, check_shape, message
 from masksafe._core.labels import as_classes
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import MaskedMean
@@ -232,9 +232,7 @@ class Accuracy(Mean):
         """Adds the labels of a batch."""
         logits, labels = as_float_array("Accuracy", "logits", logits), as_label_array("Accuracy", "labels", labels)
         shape = logits.shape[:-1] if self.threshold is None else logits.shape
-        if labels.shape != shape:
-            expected = f"{shape}, from logits {logits.shape}"
-            raise ValueError(message("Accuracy", "labels", f"shape {labels.shape}", expected))
+        check_shape("Accuracy", "labels", labels.shape, shape, f"from logits {logits.shape}")
         is_nan = jnp.isnan(logits)
         if self.threshold is None:
             is_right = jnp.argmax(logits, -1) == as_classes(labels, logits.shape[-1])

@@ -163,11 +163,10 @@ def _read(op: str, x: object, y: object, scale: Array, bias: Array | None, where
     x, y = arguments.as_float_array(op, "x", x), arguments.as_float_array(op, "y", y)
     if x.ndim != 2:
         raise ValueError(arguments.message(op, "x", f"shape {x.shape}", "[N, D]"))
-    if y.shape != x.shape:
-        raise ValueError(arguments.message(op, "y", f"shape {y.shape}", f"{x.shape}, that of x"))
-    ids = None if ids is None else _as_ids(op, ids)
-    if ids is not None and ids.shape != x.shape[:1]:
-        raise ValueError(arguments.message(op, "ids", f"shape {ids.shape}", f"{x.shape[:1]}, the rows of x"))
+    arguments.check_shape(op, "y", y.shape, x.shape, "that of x")
+    if ids is not None:
+        ids = _as_ids(op, ids)
+        arguments.check_shape(op, "ids", ids.shape, x.shape[:1], "the rows of x")
     return _Batch(x, y, scale, bias, masks.read_mask(op, where, x.shape[:1], "the rows of x", "tokens"), ids)
 
 

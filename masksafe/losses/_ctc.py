@@ -156,10 +156,8 @@ def _ctc_loss(
     if labels.ndim != 2 or labels.shape[0] != logits.shape[0]:
         expected = f"[batch, length] with the batch size {logits.shape[0]} of logits {logits.shape}"
         raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected))
-    shapes = {"logit_paddings": (frame_paddings, logits.shape[:2]), "label_paddings": (label_paddings, labels.shape)}
-    for name, (paddings, shape) in shapes.items():
-        if paddings.shape != shape:
-            raise ValueError(arguments.message(op, name, f"shape {paddings.shape}", f"{shape}"))
+    arguments.check_shape(op, "logit_paddings", frame_paddings.shape, logits.shape[:2])
+    arguments.check_shape(op, "label_paddings", label_paddings.shape, labels.shape)
     arguments.check_is_known(op, "blank_id", blank_id, "a class")
     if not isinstance(blank_id, numbers.Integral) or not -logits.shape[-1] <= blank_id < logits.shape[-1]:
         expected = f"a class of logits {logits.shape}"

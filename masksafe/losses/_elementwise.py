@@ -23,7 +23,7 @@ from masksafe._core.label_checks import check_elements, check_numbers, nan_where
 from masksafe._core.masks import either, read_mask, selected
 from masksafe._core.precision import promoted, with_wide_numbers
 from masksafe._core.sharding import is_sharded
-from masksafe._core.typing import Array, ArrayLike, Arrays, DType, jitted
+from masksafe._core.typing import Array, ArrayLike, Arrays, jitted
 from masksafe.losses._layout import wide_selected
 
 
@@ -91,17 +91,9 @@ def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Arr
 def as_promoted(types: Sequence[Any], x: Array) -> Array:
     """`x` in the type to which JAX promotes `types`: arrays, numbers or dtypes; weak if theirs is."""
     dtype = promoted(*types)
-    if not _is_weak(types, dtype):
+    with jax.numpy_dtype_promotion("standard"):
+        _, is_weak = jax.dtypes.result_type(*types, return_weak_type_flag=True)
+    if not is_weak:
         return x.astype(dtype)
     number = 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
     return jnp.vectorize(lambda element: jax.lax.full_like(number, element))(x)
-
-
-def _is_weak(types: Sequence[Any], dtype: DType) -> bool:
-    """Whether `dtype`, the promoted dtype of `types`, is weak, so that a narrow dtype would take precedence over it."""
-    numbers = [x for x in types if isinstance(x, (int, float, jax.Array))]
-    if not any(jax.typeof(x).weak_type for x in numbers):
-        return False
-    narrow = jnp.dtype(jnp.bfloat16 if jnp.issubdtype(dtype, jnp.floating) else jnp.int8)
-    with jax.numpy_dtype_promotion("standard"):
-        return bool(dtype != narrow and jnp.result_type(*types, narrow) == narrow)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import label_checks
-from masksafe._core.arguments import as_choice, as_float_array, as_label_array, check_is_known, message
+from masksafe._core.arguments import as_choice, as_float_array, as_label_array, check_is_known, check_shape, message
 from masksafe._core.labels import is_class
 from masksafe._core.masks import either, read_mask
 from masksafe._core.public_op import public_op
@@ -203,9 +203,7 @@ def linear_kl_divergence_with_top_k_targets(
     if log_probs.shape[:-1] != tokens or log_probs.ndim != len(tokens) + 1 or log_probs.shape[-1] == 0:
         expected = f"{tokens} and a last axis of at least one class, the tokens of features"
         raise ValueError(message(op, "target_log_probs", f"shape {log_probs.shape}", expected))
-    if labels.shape != log_probs.shape:
-        expected = f"{log_probs.shape}, that of target_log_probs"
-        raise ValueError(message(op, "target_classes", f"shape {labels.shape}", expected))
+    check_shape(op, "target_classes", labels.shape, log_probs.shape, "that of target_log_probs")
     targets = TopK(log_probs, labels)
     if where is not None and jnp.ndim(where) == len(tokens) + 1:
         target_mask = cast(Array, read_mask(op, where, targets.classes.shape, "target_classes", "tokens"))

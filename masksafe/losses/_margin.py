@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from jax import lax
 from jax.custom_derivatives import zero_from_primal
 
 from masksafe._core import label_checks, precision, row_blocks, run_time
-from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
+from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, check_shape, message
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.linear import nan_unless_zero, times
 from masksafe._core.masks import read_mask, selected
@@ -133,8 +132,8 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
 def _binary_margin_loss(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
     """The hinge loss for a margin of 1, the perceptron loss for 0."""
     scores, targets = as_real_array(op, "predictor_outputs", scores), as_real_array(op, "targets", targets)
-    if not margin and scores.shape != targets.shape:  # in optax's hinge loss they broadcast
-        raise ValueError(message(op, "targets", f"shape {targets.shape}", f"{scores.shape}, that of predictor_outputs"))
+    if not margin:  # in optax's hinge loss they broadcast
+        check_shape(op, "targets", targets.shape, scores.shape, "that of predictor_outputs")
     arrays = {"predictor_outputs": scores, "targets": targets}
     loss, check = _hinge if margin else _perceptron, _is_one_of("targets", -1, 1)
     return elementwise_loss(op, where, (*arrays, margin), loss, check=check, **arrays)
@@ -194,7 +193,7 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
       `optax.losses.multiclass_hinge_loss
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_hinge_loss>`_.
     """
-    return _multiclass_loss("multiclass_hinge_loss", scores, labels, where, _hinge_losses)
+    return _multiclass_loss("multiclass_hinge_loss", scores, labels, where, 1)
 
 
 @public_op
@@ -234,7 +233,7 @@ def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: A
 
       Collins, "Discriminative training methods for Hidden Markov Models", 2002.
     """
-    return _multiclass_loss("multiclass_perceptron_loss", scores, labels, where, _perceptron_losses)
+    return _multiclass_loss("multiclass_perceptron_loss", scores, labels, where, 0)
 
 
 @public_op
@@ -277,13 +276,13 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
 
       Martins and Astudillo, "From Softmax to Sparsemax", 2016.
     """
-    return _multiclass_loss("multiclass_sparsemax_loss", scores, labels, where, _sparsemax_losses)
+    return _multiclass_loss("multiclass_sparsemax_loss", scores, labels, where, None)
 
 
 def _multiclass_loss(
-    op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, losses_of: Callable[..., Array]
+    op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, margin: int | None
 ) -> Array:
-    """`losses_of(scores, labels, mask)`, where labels, like the losses, are `[..., 1]`."""
+    """The hinge loss for a margin of 1, the perceptron loss for 0, the sparsemax loss for None."""
     scores, labels = as_float_array(op, "scores", scores), as_label_array(op, "labels", labels)
     if scores.ndim == 0 or scores.shape[-1] == 0:
         raise ValueError(message(op, "scores", f"shape {scores.shape}", "[..., num_classes] with at least one class"))
@@ -292,23 +291,16 @@ def _multiclass_loss(
     labels, dtype = jnp.broadcast_to(labels, rows), precision.default_or_wider(scores.dtype)
     mask = read_mask(op, where, shape, "the input", "elements or rows", axes)
     bad_rows = label_checks.check_integer_labels(op, labels, mask, axes, shape, None)
-    return _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
+    return _evaluate(margin, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
 
 
 @jitted(0, 1)
 def _evaluate(
-    losses_of: Callable[..., Array], dtype: DType, scores: Array, labels: Array, mask: Array | None, bad: Array | None
+    margin: int | None, dtype: DType, scores: Array, labels: Array, mask: Array | None, bad: Array | None
 ) -> Array:
-    losses = losses_of(scores, labels[..., None], mask)
+    rows = scores, labels[..., None], mask  # the labels, like the losses, as `[..., 1]`
+    losses = _sparsemax_losses(*rows) if margin is None else _evaluate_rows(margin, *rows).loss
     return label_checks.nan_where_bad(losses.squeeze(-1).astype(dtype), bad)
-
-
-def _hinge_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
-    return _evaluate_rows(1, scores, labels, mask).loss
-
-
-def _perceptron_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
-    return _evaluate_rows(0, scores, labels, mask).loss
 
 
 class _RowLosses(NamedTuple):

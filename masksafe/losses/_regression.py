@@ -259,9 +259,8 @@ def _error_loss(
     shape = arrays["predictions"].shape
     if targets is not None:
         arrays["targets"] = arguments.as_real_array(op, "targets", targets)
-        if same_shape and arrays["targets"].shape != shape:
-            expected = f"{shape}, that of predictions"
-            raise ValueError(arguments.message(op, "targets", f"shape {arrays['targets'].shape}", expected))
+        if same_shape:
+            arguments.check_shape(op, "targets", arrays["targets"].shape, shape, "that of predictions")
     arrays |= {name: arguments.as_real_operand(op, name, x) for name, x in positive.items()}
     return elementwise_loss(op, where, tuple(arrays), loss, ranges=dict.fromkeys(positive, _POSITIVE), **arrays)
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, per_device, run_time, sharding, switches
@@ -183,10 +182,8 @@ def _chosen(number: int, indices: Array) -> Array:
         if switches.uses_plain_rules():  # checkify would report an index out of range
             found = at_label(indices, number)
             return devices.sum(run_time.number_of(found, tuple(range(indices.ndim))).astype(jnp.int32))
-        dimensions = lax.ScatterDimensionNumbers((), (0,), (0,))
-        start, ones = jnp.zeros(number, jnp.int32), jnp.ones_like(indices, jnp.int32)
-        mode = lax.GatherScatterMode.FILL_OR_DROP
-        return devices.sum(lax.scatter_add(start, indices[..., None], ones, dimensions, mode=mode))
+        none_chosen = jnp.zeros(number, jnp.int32)
+        return devices.sum(none_chosen.at[indices].add(1, mode="drop", wrap_negative_indices=False))
 
     names = tuple(str(axis) for axis in range(indices.ndim))
     args = (indices,), (PartitionSpec(*names),)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from masksafe._core import label_checks, precision, run_time
-from masksafe._core.arguments import as_array, as_bool, as_choice, as_float_array, canonical_axes, message
+from masksafe._core.arguments import as_array, as_bool, as_choice, as_float_array, canonical_axes, check_shape, message
 from masksafe._core.derivatives import elementwise, product, without_mask_of_rows
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.public_op import public_op
@@ -93,8 +93,7 @@ def dice_loss(
     losses, unmasked_rows = _class_losses(op, p, t, mask, axes, weights, apply_softmax)
 
     if class_weights is not None:
-        if class_weights.shape != p.shape[-1:]:
-            raise ValueError(message(op, "class_weights", f"shape {class_weights.shape}", f"{p.shape[-1:]}"))
+        check_shape(op, "class_weights", class_weights.shape, p.shape[-1:])
         losses = _weight_losses(losses, class_weights, unmasked_rows)
     if as_bool(op, "ignore_background", ignore_background):
         losses, unmasked_rows = _drop_background(losses, unmasked_rows)
@@ -238,8 +237,7 @@ def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple
         p = p[..., None]
     if t.ndim == p.ndim - 1:
         t = t[..., None]
-    if p.shape != t.shape:
-        raise ValueError(message(op, "targets", f"shape {t.shape}", f"{p.shape}, that of predictions"))
+    check_shape(op, "targets", t.shape, p.shape, "that of predictions")
     return p, t
 
 
@@ -272,7 +270,7 @@ def _evaluate(
     (p, t), pixel_mask = without_mask_of_rows(mask, (*axes, -1), *precision.with_wide_numbers(p, t))
     p, t = wide_selected(p, pixel_mask), wide_selected(t, pixel_mask)
     if apply_softmax:
-        p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, pixel_mask)
+        p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else softmax(p, -1, pixel_mask)
     p = selected(p, pixel_mask)
     overlap, sum_p, sum_t = (run_time.sum_of(x, axes) for x in (product(p, t), p, t))
     if pixel_mask is not mask:
@@ -286,15 +284,6 @@ def _of_sums(
 ) -> Array:
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
     return 1 - (overlap + smooth) / jnp.where(unmasked, union, 1)
-
-
-def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
-    """The softmax over the unmasked classes; masked ones may hold anything. Masked elements of `p` are 0."""
-    if mask is None or mask.shape[-1] == 1:
-        return softmax(p, -1)
-    # An empty pixel is computed as a pixel of zeros.
-    unmasked = mask | ~run_time.any_of(mask, -1, keepdims=True)
-    return softmax(jnp.where(unmasked, p, -jnp.inf), -1)
 
 
 def _weight_losses(losses: Array, weights: Array, unmasked_rows: Array) -> Array:

@@ -7,8 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from masksafe._core import row_blocks, sharding
-from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
+from masksafe._core import arguments, row_blocks, sharding
 from masksafe._core.derivatives import elementwise
 from masksafe._core.masks import read_mask, selected
 from masksafe._core.precision import promoted, with_wide_numbers
@@ -67,12 +66,11 @@ def ntxent(
       Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations", 2020.
     """
     op = "ntxent"
-    z, labels = as_float_array(op, "embeddings", embeddings), as_real_array(op, "labels", labels)
-    temperature = as_real_array(op, "temperature", temperature)
+    z, labels = arguments.as_float_array(op, "embeddings", embeddings), arguments.as_real_array(op, "labels", labels)
+    temperature = arguments.as_real_array(op, "temperature", temperature)
     if z.ndim != 2:
-        raise ValueError(message(op, "embeddings", f"shape {z.shape}", "[batch, dim]"))
-    if labels.shape != z.shape[:1]:
-        raise ValueError(message(op, "labels", f"shape {labels.shape}", f"{z.shape[:1]}, the batch of embeddings"))
+        raise ValueError(arguments.message(op, "embeddings", f"shape {z.shape}", "[batch, dim]"))
+    arguments.check_shape(op, "labels", labels.shape, z.shape[:1], "the batch of embeddings")
     mask = read_mask(op, where, z.shape, "the input", "elements or rows", (1,))
     mask = None if mask is None else jnp.broadcast_to(mask, z.shape)
     dtype = promoted(z.dtype, temperature)
@@ -174,9 +172,9 @@ def triplet_margin_loss(
     """
     op = "triplet_margin_loss"
     named = {"anchors": anchors, "positives": positives, "negatives": negatives}
-    arrays = {name: as_float_array(op, name, x) for name, x in named.items()}
-    shape = broadcast_shapes(op, **{name: x.shape for name, x in arrays.items()})
-    axes = canonical_axes(op, axis, len(shape))
+    arrays = {name: arguments.as_float_array(op, name, x) for name, x in named.items()}
+    shape = arguments.broadcast_shapes(op, **{name: x.shape for name, x in arrays.items()})
+    axes = arguments.canonical_axes(op, axis, len(shape))
     mask = read_mask(op, where, shape, "the input", "elements or rows", axes)
     a, p, n = arrays.values()
     distances = jnp.result_type(a, p), jnp.result_type(a, n)

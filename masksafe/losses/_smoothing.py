@@ -7,8 +7,9 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._core import arguments, label_checks, row_blocks, run_time
-from masksafe._core.masks import read_mask, selected
+from masksafe._core import arguments, label_checks
+from masksafe._core.masks import Weighting, read_mask, selected
+from masksafe._core.moments import total_weight
 from masksafe._core.precision import widened, with_wide_numbers
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
@@ -68,12 +69,8 @@ _FROM_0_TO_1 = label_checks.Range(lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
 
 @jitted(0)
 def _smooth(axes: Axes, labels: Array, alpha: Pytree, mask: Array | None, bad: Array | None) -> Array:
-    if mask is None:
-        number: Array | int = math.prod(labels.shape[a] for a in axes)
-    else:
-        row_axes, whole = row_blocks.axes_of_row(axes, labels.ndim), jnp.broadcast_to(mask, labels.shape)
-        count = lambda mask: run_time.number_of(mask, row_axes, keepdims=True)  # noqa: E731
-        number = row_blocks.map_row_blocks(count, whole, leading=row_blocks.leading_axes(axes))
     wide, wide_alpha = wide_selected(labels, mask), widened(with_wide_numbers(labels, alpha)[1])
+    size = math.prod(labels.shape[a] for a in axes)
+    number = size if mask is None else total_weight(wide, axes, Weighting(mask, None))
     smoothed = (1 - wide_alpha) * wide + wide_alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
     return as_promoted([labels, alpha / 1], label_checks.nan_where_bad(selected(smoothed, mask), bad))
