@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,19 +45,15 @@ class Segments:
         in_range = ((self.ids >= 0) & (self.ids < self.number)).reshape(-1, *[1] * (x.ndim - 1))
         return in_range if where is None else in_range & where
 
-    def combined(self, scatter: Callable[..., Array], x: Array, start: Array | float) -> Array:
+    def combined(self, how: Literal["add", "max", "min"], x: Array, start: Array | float) -> Array:
         """The rows of `x` combined by their ids, `[segments, ...]`, on this device."""
-        dimensions = lax.ScatterDimensionNumbers(
-            update_window_dims=tuple(range(1, x.ndim)), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
-        )
         empty = jnp.broadcast_to(jnp.asarray(start, x.dtype), (self.number, *x.shape[1:]))
-        options = {"indices_are_sorted": self.are_sorted, "mode": lax.GatherScatterMode.FILL_OR_DROP}
-        return scatter(empty, self.ids[:, None], x, dimensions, **options)
+        combine = getattr(empty.at[self.ids], how)
+        return combine(x, indices_are_sorted=self.are_sorted, mode="drop", wrap_negative_indices=False)
 
     def extremum(self, is_max: bool, x: Array, limit: Array | float) -> Array:
         """The largest, or the smallest, elements of each segment, on this device."""
-        scatter = lax.scatter_max if is_max else lax.scatter_min
-        plain = lambda x: self.combined(scatter, x, limit)  # noqa: E731
+        plain = lambda x: self.combined("max" if is_max else "min", x, limit)  # noqa: E731
         if x.dtype != jnp.bfloat16:
             return plain(x)
         by_order = functools.partial(self.extremum_by_order, is_max, limit=limit, is_wide=False)
@@ -79,7 +75,7 @@ class Segments:
         """
         x = masks.selected(x, where)
         chunks, chunk_segments = self._in_chunks() if jnp.issubdtype(x.dtype, jnp.inexact) else (1, self)
-        sums = chunk_segments.combined(lax.scatter_add, x, 0)
+        sums = chunk_segments.combined("add", x, 0)
         if chunks > 1:
             sums = jnp.sum(sums.reshape(chunks, self.number, *x.shape[1:]), 0)
         return self.devices.sum(sums)
@@ -116,7 +112,7 @@ class Segments:
         counted = jnp.ones((self.ids.shape[0], *[1] * (x.ndim - 1)), bool) if where is None else where
         counted = counted.astype(jnp.int32)
         # XLA must not compute it while it compiles: a caller may have made ids and masks constant.
-        return self.devices.sum(self.combined(lax.scatter_add, counted, run_time.unknown(0, jnp.int32)))
+        return self.devices.sum(self.combined("add", counted, run_time.unknown(0, jnp.int32)))
 
     def gathered(self, values: Array) -> Array:
         """The value of its segment for each row; for a row out of range some other value, without a derivative."""
@@ -131,7 +127,8 @@ class Segments:
         chunks, chunk_segments = self._in_chunks()
         if chunks > 1:
             values = jnp.tile(values, (chunks, *[1] * (values.ndim - 1)))
-        return masks.selected(_at_ids(chunk_segments.ids, values, lax.GatherScatterMode.FILL_OR_DROP), where)
+        found = values.at[chunk_segments.ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return masks.selected(found, where)
 
 
 def average(total: Array, weight: Array, weighting: Weighting) -> Array:
@@ -143,16 +140,9 @@ def average(total: Array, weight: Array, weighting: Weighting) -> Array:
 
 @jax.custom_jvp
 def _gathered(segments: Segments, values: Array) -> Array:
-    return _at_ids(segments.ids, values, lax.GatherScatterMode.CLIP)
+    return values.at[segments.ids].get(mode="clip", wrap_negative_indices=False)
 
 
 @_gathered.defjvp
 def _derivative_of_gathered(primals: tuple[Segments, Array], tangents: tuple[Pytree, Array]) -> tuple[Array, Array]:
     return _gathered(*primals), primals[0].gathered_to_unmasked(tangents[1], primals[0].ids)
-
-
-def _at_ids(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:
-    dimensions = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, values.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
-    )
-    return lax.gather(values, ids[:, None], dimensions, (1, *values.shape[1:]), mode=mode, fill_value=0)

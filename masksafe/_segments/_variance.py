@@ -165,7 +165,7 @@ def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Arra
     number = jnp.arange(x.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
     # Unknown while XLA compiles, which must not compute it: a caller may have made ids and masks constant.
     start = run_time.unknown(-1, jnp.int32)
-    last = segments.combined(lax.scatter_max, jnp.where(segments.unmasked(x, where), number, -1), start)
+    last = segments.combined("max", jnp.where(segments.unmasked(x, where), number, -1), start)
     if all(n == 1 for n in last.shape[1:]):
         elements = widened(dataclasses.replace(segments, ids=jnp.maximum(last, 0).reshape(-1)).gathered(x))
     else:

@@ -9,7 +9,15 @@ from typing import Literal, TypedDict
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.arguments import as_bool, as_float_array, as_label_array, as_number, check_is_known, message
+from masksafe._core.arguments import (
+    as_bool,
+    as_float_array,
+    as_label_array,
+    as_number,
+    check_is_known,
+    check_shape,
+    message,
+)
 from masksafe._core.derivatives import product
 from masksafe._core.label_checks import Range, check_elements, check_integer_labels
 from masksafe._core.labels import at_labels, is_class
@@ -54,8 +62,7 @@ def read_layer(op: str, features: ArrayLike, kernel: ArrayLike, bias: ArrayLike 
 def read_per_class(op: str, argument: str, value: ArrayLike, number: int, of: str) -> Array:
     """Floats `[V]`."""
     array = as_float_array(op, argument, value)
-    if array.shape != (number,):
-        raise ValueError(message(op, argument, f"shape {array.shape}", f"{(number,)}, the classes of {of}"))
+    check_shape(op, argument, array.shape, (number,), f"the classes of {of}")
     return array
 
 
@@ -83,9 +90,7 @@ def weighted_losses(losses: Array, weights: Array) -> Array:
 def read_labels(op: str, features: Array, labels: ArrayLike) -> Array:
     """Integers of the shape of the tokens."""
     labels, shape = as_label_array(op, "labels", labels), features.shape[:-1]
-    if labels.shape != shape:
-        expected = f"{shape}, that of features {features.shape} without its last axis"
-        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected))
+    check_shape(op, "labels", labels.shape, shape, f"that of features {features.shape} without its last axis")
     return labels
 
 
@@ -94,8 +99,7 @@ def read_class_mask(op: str, class_mask: ArrayLike | None, kernel: Array) -> Arr
     if class_mask is None:
         return None
     mask = as_mask(op, "class_mask", class_mask)
-    if mask.shape != kernel.shape[1:]:
-        raise ValueError(message(op, "class_mask", f"shape {mask.shape}", f"{kernel.shape[1:]}, the classes"))
+    check_shape(op, "class_mask", mask.shape, kernel.shape[1:], "the classes")
     return mask
 
 
