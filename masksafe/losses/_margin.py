@@ -346,7 +346,7 @@ def _is_label(scores: Array, labels: Array) -> Array:
 
 
 def _is_valid(scores: Array, labels: Array, mask: Array | None) -> Array:
-    """Whether a row is empty, or has a label in range and no NaN, which XLA's maximum may lose."""
+    """Whether a row is empty, or has a label in range and no NaN, which XLA's maximum may lose (jax 0.10 and 0.12)."""
     has_nan = jnp.any(selected(jnp.isnan(scores), mask), -1, keepdims=True)
     is_valid = is_class(labels, scores.shape[-1]) & ~has_nan
     return is_valid if mask is None else is_valid | ~run_time.any_of(mask, -1, keepdims=True)

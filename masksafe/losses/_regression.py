@@ -329,7 +329,7 @@ def unit_vector(x: Array, axes: Axes) -> Array:
 @jax.custom_jvp
 def _over_norm(x: Array, square: Array, epsilon: Array | float) -> Array:
     """`x` over the root of a square that is at least `epsilon`; 0, with a derivative of 0, where both are 0."""
-    # There `x` is 0, or so small that its square is. The library of XLA's CPU compiler does not select.
+    # There `x` is 0, or so small that its square is. XLA's library for CPUs does not select (jax 0.12: 11 ms for 5).
     return x / jnp.sqrt(jnp.maximum(jnp.maximum(square, epsilon), float(jnp.finfo(square.dtype).tiny)))
 
 

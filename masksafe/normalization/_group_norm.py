@@ -88,7 +88,8 @@ def _normalize(rows: Rows, epsilon: float | None, arrays: NormInputs) -> Array:
     assert rows.groups is not None
     axis, number = arrays.x.ndim + rows.groups.axis, rows.groups.number
     inputs = read(_OP, arrays, (axis,))
-    # Channels are rows, and those of a group share moments: XLA would copy an array with an axis for the groups.
+    # Channels are rows, and those of a group share moments: XLA would copy an array with an axis for the groups (jax
+    # 0.12, H100, 32x32x32x64: 50 MB moved for 34, with gradients 134 for 84).
     if rows.axes or not sharding.are_whole(inputs):
         merged, inputs = rows.on_one_axis(inputs)
         return normalize(Norm(merged, epsilon), inputs, None).reshape(arrays.x.shape)

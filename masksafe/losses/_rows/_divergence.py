@@ -91,6 +91,7 @@ class Divergence:
         return DivergenceSums(zero)
 
     def sums_of(self, logits: Arrays, data: Pytree, classes: Classes, tile_size: int) -> DivergenceSums:
+        """The divergences [256, 1] for logits [256, 50257] of both sides, or of one and a `TopK` of [256, 20]."""
         if self.has_top_k:
             x, targets, valid = self._top_k(logits[0], data)
             rest = None

@@ -38,6 +38,8 @@ def evaluate(options: LinearLoss, inputs: LinearInputs, weights: Arrays | None =
     The weights, one for each output, are arrays over the tokens `[...]`, 0 where masked, or scalars. An array has a
     gradient, a scalar none. If the explicit axes of a mesh split the arrays, each device works on its own
     tokens and classes.
+
+    For features [8, 512, 256], a kernel [256, 50257] and labels [8, 512] an output or an array of weights is [8, 512].
     """
     args, names = (inputs, weights), _dimensions(options, inputs, weights)
     split = None if options.axis_name is not None else per_device.split_of(args, names)
@@ -98,7 +100,7 @@ def _forward(
 def _in_one_pass(
     options: LinearLoss, inputs: LinearInputs, d_outputs: Arrays | None
 ) -> tuple[Arrays, tuple[Linear, ...]]:
-    """The outputs, and the gradients in the dtype of sums: in the reverse pass XLA would compute the logits again."""
+    """The outputs, and the gradients in the dtype of sums, from cotangents in the range of float16."""
     if d_outputs is None or options.axis_name is not None:
         return _plain(options, inputs, None), ()
     number = options.formula.gradients
@@ -227,7 +229,10 @@ def _reverse(options: LinearLoss, args: _Args, residuals: _Residuals, d_results:
 def _gradients(
     options: LinearLoss, inputs: LinearInputs, weights: Arrays | None, residuals: _Residuals, d_results: Pytree
 ) -> tuple[Linear, ...]:
-    """The gradients of the layers, with tokens on one axis. Tokens with cotangents of 0 cost no time."""
+    """The gradients of the layers, with tokens on one axis. Tokens with cotangents of 0 cost no time.
+
+    For features [8, 512, 256], a kernel [256, 50257] and a bias [50257] they are [4096, 256], [256, 50257] and [50257].
+    """
     devices, dtype = sharding.Devices(options.axis_name), inputs.sum_dtype
     dtypes = jax.tree.map(lambda x: x.dtype, inputs.layers[: options.formula.gradients])
     if weights is None:

@@ -23,7 +23,8 @@ def sums_and_gradients(
 ) -> _State:
     """The sums of each row `[N, 1]`, meaningful where unmasked, and the gradients; both in the dtype of sums.
 
-    Given sums are not computed again. Without cotangents of the outputs `[N, 1]` there are no gradients.
+    Given sums are not computed again. Without cotangents of the outputs `[N, 1]` there are no gradients. For features
+    [4096, 512] and a kernel [512, 50257] in blocks of 256 tokens: sixteen times logits [256, 50257], sums [4096, 1].
     """
     layers, data, _, unmasked, _ = inputs
     formula, classes, dtype = options.formula, inputs.classes(options.axis_name), inputs.sum_dtype
