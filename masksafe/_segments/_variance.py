@@ -144,9 +144,9 @@ def _moments(segments: Segments, x: Array, weighting: Weighting) -> tuple[_Mean,
     centre = centre if weights is None else jnp.where(weight == 0, 0, centre)
     mean_of = lambda d: average(segments.sum(d, where), weight, weighting)  # noqa: E731
     from_centre = selected(widened(x) - segments.gathered(centre), where)
-    # Unfused twice, so that XLA does not see one mean: it would keep the deviations from it, which have the size of the
-    # data, for the next use (jax 0.12, a CPU, 100000x16 in 20000 segments: 13.5 MiB of temporaries for 3.7).
-    mean = platforms.unfused(_Mean(centre, mean_of(weighted(from_centre, weights))))
+    # Unfused twice, so that XLA does not see one mean: on a CPU it would keep the deviations from it, which have the
+    # size of the data, for the next use (jax 0.12, 100000x16 in 20000 segments: 13.5 MiB of temporaries for 3.7).
+    mean = platforms.unfused(_Mean(centre, mean_of(weighted(from_centre, weights))), on="cpu")
     deviations = _deviations(segments, x, where, mean)
     # The weight comes before the square, which may overflow: infinity times 0 is NaN.
     variance = mean_of(weighted(deviations, weights) * deviations)
@@ -154,7 +154,7 @@ def _moments(segments: Segments, x: Array, weighting: Weighting) -> tuple[_Mean,
     rounding = jnp.square(4 * jnp.finfo(variance.dtype).eps * mean.remainder)
     is_rounding = (variance <= rounding) & (variance < jnp.inf)  # both may overflow
     variance -= lax.stop_gradient(jnp.where(is_rounding, variance, 0))  # the derivatives stay
-    return platforms.unfused(mean), variance, weight
+    return platforms.unfused(mean, on="cpu"), variance, weight
 
 
 def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Array:

@@ -164,7 +164,11 @@ def _slopes(norm: Norm, num_axes: int, inputs: NormInputs, row_moments: Moments,
 
 
 def _slopes_by_fusions(norm: Norm, slopes: Callable[..., Pytree], *args: Pytree) -> Pytree:
-    """Each cotangent computes the moments again: XLA would write what they share (jax 0.12: 1.2 times as long)."""
+    """Each cotangent computes the moments again.
+
+    XLA would compute what they share on one core (jax 0.12, float32 1024x2048, gradients of x, scale and bias: 73 ms
+    for 26); for the gradient of x alone there is no gain.
+    """
 
     def again() -> Pytree:
         inputs, _, d_y = platforms.unfused(args)
