@@ -11,7 +11,7 @@ from typing import Literal, overload
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import softmaxes
+from masksafe._core import platforms, softmaxes
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.masks import Weighting, read_mask, selected
 from masksafe._core.moments import Rows, nonzero_divisor, total_weight
@@ -284,7 +284,7 @@ def _signed_logsumexp(
 @jitted(0)
 def wide_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     """The logsumexp in the wide dtype; the axes stay, with size 1."""
-    return softmaxes.wide_logsumexp(Rows(axes), *vary_alike((x, where)))
+    return platforms.computed_once(softmaxes.wide_logsumexp(Rows(axes), *vary_alike((x, where))))
 
 
 @jitted(0)
