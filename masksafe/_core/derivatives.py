@@ -226,6 +226,6 @@ def without_mask_of_rows(where: Array | None, axes: Axes, *arrays: Array) -> tup
     return [masked_in_derivatives(x, where) for x in arrays], None
 
 
-def masked_in_derivatives(x: Array, where: Array | None) -> Array:
+def masked_in_derivatives(x: Array, where: Array) -> Array:
     """`x` unchanged; only its derivatives, of any order, are replaced by 0 at masked elements."""
-    return x if where is None else with_tangent_of(selected(x, where), x)
+    return with_tangent_of(selected(x, where), x)

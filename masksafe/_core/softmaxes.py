@@ -13,18 +13,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms
-from masksafe._core.derivatives import masked_in_derivatives
 from masksafe._core.exponentials import Exponentials, shift_of
 from masksafe._core.groups import Groups
 from masksafe._core.masks import selected
+from masksafe._core.moments import Rows
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.run_time import unknown
 from masksafe._core.switches import uses_plain_rules
-from masksafe._core.typing import Array, Arrays, Pytree
+from masksafe._core.typing import Array, Arrays, Function, Pytree
 
-# Decorates a function of which a reverse pass keeps the arguments alone: a result and its mask, or `x`, its mask and
-# sums of groups. Otherwise it would keep two wide arrays.
-_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+
+def _recomputed(groups: Groups) -> Callable[[Function], Function]:
+    """Decorates a function of which a reverse pass keeps the arguments alone: a result, or `x` and sums, and the mask.
+
+    Otherwise it would keep two wide arrays. Not of segments: JAX fails to check the indices of a look-up inside of
+    `jax.checkpoint` (jax 0.12).
+    """
+    if isinstance(groups, Rows):
+        return functools.partial(jax.checkpoint, prevent_cse=False)  # type: ignore[return-value]
+    return lambda fn: fn
 
 
 def wide_logsumexp(groups: Groups, x: Array, where: Array | None) -> Array:
@@ -32,12 +39,23 @@ def wide_logsumexp(groups: Groups, x: Array, where: Array | None) -> Array:
     largest = _largest(groups, x, where)
     largest = jnp.minimum(largest, float(jnp.finfo(largest.dtype).max))  # finite, so that differences are defined
 
-    @_recomputed
+    @_recomputed(groups)
     def total(groups: Groups, x: Array, where: Array | None, largest: Array) -> Array:
-        x = masked_in_derivatives(x, groups.unmasked(x, where))
-        return groups.sum(jnp.exp(_minus(groups.gathered, x, where, (largest,))))
+        return groups.sum(_exp(_minus(groups.gathered, x, where, (largest,)), groups.unmasked(x, where)))
 
     return Exponentials(largest, total(groups, x, where, largest)).logarithm
+
+
+@jax.custom_jvp
+def _exp(x: Array, unmasked: Array | None) -> Array:
+    """The exponentials; only their derivatives are 0 where masked, since there they may be infinite."""
+    return jnp.exp(x)
+
+
+@_exp.defjvp
+def _(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
+    exps = _exp(*primals)
+    return exps, selected(exps, primals[1]) * tangents[0]
 
 
 @jax.custom_jvp
@@ -52,7 +70,7 @@ def softmax(groups: Groups, x: Array, where: Array | None) -> Array:
 def _(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     (groups, _, where), probs = primals, softmax(*primals)
 
-    @_recomputed
+    @_recomputed(groups)
     def d_probs(groups: Groups, probs: Array, where: Array | None, d_x: Array) -> Array:
         p = widened(probs)
         terms = p * selected(widened(d_x), groups.unmasked(probs, where))
@@ -74,7 +92,7 @@ def _(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     # Exponentials of rounded logarithms would lose digits.
     kept, shifts = (log_probs, ()) if x.dtype == wide_dtype(x.dtype) else (x, _shifts(groups, x, where))
 
-    @_recomputed
+    @_recomputed(groups)
     def d_log_probs(groups: Groups, kept: Array, where: Array | None, shifts: Arrays, d_x: Array) -> Array:
         d_x = selected(widened(d_x), groups.unmasked(kept, where))
         mean = groups.sum(jnp.exp(_minus(groups.gathered_once, kept, where, shifts)) * d_x)

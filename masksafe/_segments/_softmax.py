@@ -5,6 +5,7 @@ from __future__ import annotations
 from masksafe._core import softmaxes
 from masksafe._core.arguments import as_promoted_float_array
 from masksafe._core.masks import Weighting
+from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
@@ -152,4 +153,5 @@ def _softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
 
 
 def _log_softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
-    return softmaxes.log_softmax(segments, x, weighting.where)
+    # Widened, so that a reverse pass keeps the result, and need not look up the sums of segments again.
+    return softmaxes.log_softmax(segments, widened(x), weighting.where).astype(x.dtype)
