@@ -56,9 +56,9 @@ def at_label(labels: Array, num_classes: int) -> Array:
 def at_labels(
     values: Array, labels: Array, axis_name: sharding.AxisName, look_up: Callable[[Array, Array], Array] | None = None
 ) -> Array:
-    """The value of the class of each label, from those `[..., V]` of this device's classes; 0 out of range.
+    """The number of the class of each label, from those `[..., V]` of this device's classes; 0 out of range.
 
-    `look_up(values, index)` finds the values of rows; by default all rows share the values `[V]`.
+    `look_up(values, index)` finds the numbers of rows; by default all rows share the values `[V]`.
     """
     devices, number = sharding.Devices(axis_name), values.shape[-1]
     here = devices.local(labels, number)

@@ -260,7 +260,8 @@ def _weighted_by_labels(
     """The losses `[...]` times the weights of their labels' classes; those at a masked class stay as they are."""
     _, labels, unmasked = inputs.rows(axes)
     if unmasked is not None and not masks_rows(unmasked, (-1,)):
-        unmasked = at_labels(unmasked, labels, axis_name, elements_at) != 0
+        is_at = lambda unmasked, index: elements_at(unmasked, index).astype(jnp.int32)  # noqa: E731
+        unmasked = at_labels(unmasked, labels, axis_name, is_at) != 0
     unmasked = None if unmasked is None else unmasked.squeeze(-1)
     class_weights = _arguments.cleaned_class_weights(class_weights)
     weights = _arguments.weights_of_labels(class_weights, inputs.labels, unmasked, axis_name)

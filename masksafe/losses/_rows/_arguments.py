@@ -110,7 +110,7 @@ def check_labels(op: str, inputs: LinearInputs, class_mask: Array | None, axis_n
     bad = check_integer_labels(op, labels, where, (labels.ndim,), (*labels.shape, number), axis_name)
     if class_mask is None:
         return bad
-    is_unmasked = lambda labels: at_labels(~class_mask, labels, axis_name) == 0  # noqa: E731
+    is_unmasked = lambda labels: at_labels((~class_mask).astype(jnp.int32), labels, axis_name) == 0  # noqa: E731
     return either(bad, check_elements(op, labels, labels.shape, unmasked, is_unmasked, "at a masked class"))
 
 
