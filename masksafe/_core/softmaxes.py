@@ -97,8 +97,8 @@ def _(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     (groups, x, where), log_probs = primals, log_softmax(*primals)
     # Exponentials of rounded logarithms would lose digits.
     kept, shifts = (log_probs, ()) if x.dtype == wide_dtype(x.dtype) else (x, _shifts(groups, x, where))
-    if not isinstance(groups, Rows):  # else XLA keeps another array (jax 0.12, a gradient of 100000x64, float32)
-        log_probs = kept = platforms.unfused(log_probs)
+    if not isinstance(groups, Rows):  # else a CPU keeps another array (jax 0.12, a gradient of 100000x64)
+        log_probs = kept = platforms.unfused(log_probs, on="cpu")
 
     @_recomputed(groups)
     def d_log_probs(groups: Groups, kept: Array, where: Array | None, shifts: Arrays, d_x: Array) -> Array:
