@@ -72,6 +72,7 @@ class AttentionSizes(NamedTuple):
     row_tile_logits: int = 2**26
     skipping_row_tiles: int = 4
     skipping_row_tile_logits: int = 2**24
+    row_tile_logits_of_derivatives: int = 2**20  # on a CPU, where JAX differentiates a loop over tiles of rows
     alignment: int = 64  # of the bounds of a tile's keys, for the matrix units of a GPU
 
     # cuDNN gets an array over pairs for masks that it does not have. In bfloat16 this array has 512 MiB at most.
@@ -113,6 +114,7 @@ class Choices(NamedTuple):
     form: Literal["cpu", "accelerator", "cuda", "tpu"] | None = None  # on every platform; None: each has its own
     attention: AttentionSizes = AttentionSizes()
     linear: LinearSizes = LinearSizes()
+    executors_left_out: tuple[str, ...] = ()  # of attention, by their names in its table
     interprets: Pytree = False  # kernels of Pallas; or `pltpu.InterpretParams`
 
     # Rows of an array: 1 MiB of float32, about the size of a core's second-level cache. Between 2**17 and 2**20 the

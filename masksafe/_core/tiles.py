@@ -1,4 +1,4 @@
-"""Dividing an axis of any length into tiles of one size, and loops over some of them."""
+"""Dividing an axis of any length into tiles of one size; slices, loops, and what runs under a condition."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -36,40 +36,14 @@ class Tiles(NamedTuple):
         return 1 if self.size == self.length else -(-self.length // self.size)
 
     def tile(self, i: Array | int) -> Tile:
-        first = i * self.size
-        start = jnp.minimum(first, self.length - self.size) if self._is_ragged else first
-        return Tile(start, self.size, first, self._is_ragged)
+        first, is_ragged = i * self.size, self.size != self.length and self.length % self.size > 0
+        least = min if isinstance(i, int) else jnp.minimum
+        return Tile(least(first, self.length - self.size) if is_ragged else first, self.size, first, is_ragged)
 
     @property
-    def _is_ragged(self) -> bool:
-        return self.size != self.length and self.length % self.size > 0
-
-    @property
-    def repeated(self) -> int:
-        """How many positions of the last tile belong to the tile before it."""
-        return self.number * self.size - self.length
-
-    def map(self, fn: Callable[[Pytree], Pytree]) -> Pytree:
-        """The results of `fn(i)` for all tiles, stacked."""
-        if self.number == 1:
-            return jax.tree.map(lambda x: x[None], fn(0))
-        return lax.map(fn, jnp.arange(self.number, dtype=jnp.int32))
-
-    def join_map(self, fn: Callable[[Pytree], Pytree]) -> Pytree:
-        """The results of `fn(i)` for all tiles, `[..., size, n]`, joined."""
-        return fn(0) if self.number == 1 else jax.tree.map(self.join, self.map(fn))
-
-    def join(self, tiles: Array) -> Array:
-        """Several stacked tiles `[number, ..., size, n]` as `[..., length, n]`."""
-        body = jnp.moveaxis(tiles[:-1] if self._is_ragged else tiles, 0, -3)
-        body = body.reshape(*body.shape[:-3], -1, body.shape[-1])
-        return jnp.concatenate([body, tiles[-1, ..., self.repeated :, :]], -2) if self._is_ragged else body
-
-    def by_tile(self, x: Array, axis: int) -> Array:
-        """`x` with the axis `[length]` as `[number, size]`; the last tile is filled up with its last position."""
-        padding = [(0, self.repeated if a == axis else 0) for a in range(x.ndim)]
-        padded = jnp.pad(x, padding, mode="edge") if self._is_ragged else x
-        return padded.reshape(*x.shape[:axis], self.number, self.size, *x.shape[axis + 1 :])
+    def all(self) -> list[Tile]:
+        """The tiles of an axis of known length, with Python integers."""
+        return [self.tile(i) for i in range(self.number)]
 
 
 def divide(length: int, target: int) -> Tiles:
@@ -127,29 +101,9 @@ def _bounds(x: Array, places: Places) -> tuple[list[Pytree], tuple[int, ...]]:
     return starts, tuple(size for _, size in found)  # JAX refuses starts of several integer types
 
 
-def for_tiles(row: Array | None, count: int, body: Callable[[Index, Tree], Tree], state: Tree) -> Tree:
-    """`state` after `body(i, state)` for every tile `i` where the row of booleans is True, in turn; None means all."""
-    if row is None:
-        return body(0, state) if count == 1 else loop(0, count, body, state)
-    index = np.arange(count, dtype=np.int32)
-
-    def first_from(i: Index) -> Array:
-        return jnp.min(jnp.where(row & (index >= i), index, count), initial=count)
-
-    def step(carry: tuple[Array, Tree]) -> tuple[Array, Tree]:
-        return first_from(carry[0] + 1), body(*carry)
-
-    return lax.while_loop(lambda carry: carry[0] < count, step, (first_from(0), state))[1]
-
-
 def loop(start: int, stop: Array | int, body: Callable[[Index, Tree], Tree], state: Tree) -> Tree:
     """`lax.fori_loop` whose index is int32, as are all indices, under `jax_enable_x64` as well."""
     return lax.fori_loop(np.int32(start), stop, body, state)
-
-
-def element(x: Array, i: Index, axis: int = 0) -> Array:
-    """`x[i]`, along an axis, for an index that is not negative."""
-    return lax.dynamic_index_in_dim(x, i, axis, keepdims=False, allow_negative_indices=False)
 
 
 def once_if(condition: Array, fn: Callable[[Tree], Tree], state: Tree) -> Tree:
@@ -163,6 +117,11 @@ def once_if(condition: Array, fn: Callable[[Tree], Tree], state: Tree) -> Tree:
         return jnp.zeros_like(condition), fn(carry[1])
 
     return lax.while_loop(lambda carry: carry[0], body, (condition, state))[1]
+
+
+def if_any(condition: Array, fn: Callable[[Tree], Tree], state: Tree) -> Tree:
+    """`fn(state)` if the condition holds, under vmap for any example, else `state`; not differentiated."""
+    return lax.cond(_for_any_example(condition), fn, lambda state: state, state)
 
 
 @custom_vmap

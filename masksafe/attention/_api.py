@@ -8,19 +8,16 @@ import numbers
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-import jax
-
 from masksafe._core import arguments, platforms, sharding
 from masksafe._core.arguments import message
 from masksafe._core.label_checks import nan_where_bad
 from masksafe._core.masks import as_mask, either
 from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
-from masksafe._core.sharding import AxisName
 from masksafe._core.switches import is_checkified
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _arguments as check
-from masksafe.attention import _callable, _cudnn
+from masksafe.attention import _callable, _cudnn, _splash
 from masksafe.attention._arguments import OP, Arrays
 from masksafe.attention._attention import attend
 from masksafe.attention._mods import trace
@@ -265,7 +262,7 @@ def dot_product_attention(
         function=_callable.Function.of(implementation) if callable(implementation) else None,
     )
     kernels = _choose_kernels(implementation, plan, arrays, return_residual)
-    out, lse = _attend(plan, axis_name, kernels, is_checkified(), arrays)
+    out, lse = attend(plan, axis_name, kernels, is_checkified(), arrays)
     if bad_samples is not None:
         out = nan_where_bad(out, bad_samples[..., None, None, None])
         lse = None if lse is None else nan_where_bad(lse, bad_samples[..., None, None])
@@ -281,22 +278,13 @@ def _choose_kernels(implementation: object, plan: Plan, arrays: Arrays, return_r
     if implementation not in (None, "xla", "cudnn", "splash"):
         expected = "'xla', 'cudnn', 'splash', a function or None"
         raise ValueError(message(OP, "implementation", f"value {implementation!r}", expected))
-    if implementation in ("xla", "splash"):
-        return Kernels(splash=True if implementation == "splash" else None)
-    is_named = implementation == "cudnn"
-    reason = _cudnn.reason_against(plan, given, is_named, return_residual)
-    if reason is not None and is_named:
+    against_cudnn = functools.partial(_cudnn.reason_against, plan, given, return_residual=return_residual)
+    against_splash = functools.partial(_splash.reason_against, plan, given)
+    if implementation is None:
+        against = against_cudnn(is_named=False), against_splash(is_named=False)
+        return Kernels(*(False if reason is None else None for reason in against))
+    if implementation == "cudnn" and (reason := against_cudnn(is_named=True)) is not None:
         raise ValueError(_cudnn.refusal(reason))
-    return Kernels(cudnn=is_named if reason is None else None, splash=None if is_named else False)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _attend(
-    plan: Plan, axis_name: AxisName, kernels: Kernels, is_checkified: bool, arrays: Arrays
-) -> tuple[Array, Array]:
-    """The output and the logsumexp, as one program for an eager call.
-
-    `is_checkified` makes the program under checkify another one.
-    """
-    x, pairs = check.whole(axis_name, arrays)
-    return attend(plan, kernels, x, pairs, arrays.scale, arrays.sinks)
+    if implementation == "splash" and (reason := against_splash(is_named=True)) is not None:
+        raise ValueError(_splash.refusal(reason))
+    return Kernels(*(True if implementation == name else None for name in Kernels._fields))

@@ -21,7 +21,7 @@ from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention._dropout import draw_words
 from masksafe.attention._mods import Mod
-from masksafe.attention._pairs import Pairs
+from masksafe.attention._pairs import Pairs, Side
 from masksafe.attention._plan import Operands, Reach
 from masksafe.attention_masks import as_window
 
@@ -237,7 +237,8 @@ def whole(axis_name: AxisName, arrays: Arrays) -> tuple[Operands, Pairs]:
         bias = bias.astype(wide)
     q = sharding.Devices(axis_name).varying(q)
     pairs = _pairs(axis_name, arrays._replace(q=q, k=k, offset=offset))
-    return Operands(q, k, v, bias), pairs._replace(query_lengths=lengths[0], key_lengths=lengths[1], allowed=mask)
+    queries, keys = pairs.queries._replace(length=lengths[0]), pairs.keys._replace(length=lengths[1])
+    return Operands(q, k, v, bias), pairs._replace(queries=queries, keys=keys, allowed=mask)
 
 
 def _pairs(axis_name: AxisName, arrays: Arrays) -> Pairs:
@@ -245,20 +246,17 @@ def _pairs(axis_name: AxisName, arrays: Arrays) -> Pairs:
     q, k, offset = arrays.q, arrays.k, arrays.offset
     batch, heads = q.shape[:-3], (k.shape[-2], q.shape[-2] // max(1, k.shape[-2]))
     first_query = sharding.Devices(axis_name).first(q.shape[-3])
+    index, position = _index(q), _over_time(arrays.query_positions, q, clipped=True)
+    if first_query is not None:
+        index = index + first_query
+    if offset is not None:
+        position = index + offset[..., None]
     pairs = Pairs(
-        query_positions=_over_time(arrays.query_positions, q, clipped=True),
-        key_positions=_over_time(arrays.key_positions, k, clipped=True),
-        query_segments=_over_time(arrays.query_segments, q),
-        key_segments=_over_time(arrays.key_segments, k),
+        Side(None if first_query is None else index, position, _over_time(arrays.query_segments, q)),
+        Side(None, _over_time(arrays.key_positions, k, clipped=True), _over_time(arrays.key_segments, k)),
         score_mod=arrays.score_mod,
         mask_mod=arrays.mask_mod,
     )
-    index = _index(q)
-    if first_query is not None:
-        index = index + first_query
-        pairs = pairs._replace(query_index=index)
-    if offset is not None:
-        pairs = pairs._replace(query_positions=index + offset[..., None])
     if arrays.score_mod is not None or arrays.mask_mod is not None:
         samples = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
         heads_of_keys = jnp.arange(q.shape[-2], dtype=jnp.int32).reshape((1,) * len(batch) + heads)

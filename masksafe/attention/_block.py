@@ -1,4 +1,4 @@
-r"""One block of pairs: its logits, its part of the outputs, and the reverse of both; a schedule is a loop over blocks.
+r"""One block of pairs: its logits, its part of the outputs, and the reverse of both. `_blocks` has the loop.
 
 With queries :math:`q_t`, keys :math:`k_s`, values :math:`v_s`, the logits :math:`x_{ts} = q_t \cdot k_s` (scaled,
 capped, with their bias) and sums over unmasked pairs only,
@@ -49,38 +49,46 @@ from masksafe.attention._plan import Plan
 # Forward.
 
 
-def attend(plan: Plan, q: Array, k: Array, v: Array, block: Block, *, has_all_keys: bool) -> Partial:
-    """The block's part of the outputs `[B, K, G, queries, width of v]`: all of them, if it has all keys."""
-    trace: Any = None
+def attend(plan: Plan, q: Array, k: Array, v: Array, block: Block, before: Partial | None = None) -> Partial:
+    """The outputs `[B, K, G, queries, width of v]` for the keys of the block, which are all keys.
+
+    With `before`, the results for other keys, those for both: sums that are not divided yet.
+    """
     if plan.is_plain:
-        trace = trace_of(q) + (trace_of(k) + trace_of(v))[:, :, None, None, :, 0]
-        q, k, v = map(finite_or_zero, (q, k, v))
-    exps, m, l = exponentials(logits(plan, q, k, block, trace))
-    if plan.is_plain and block.shows is not None:
-        # The NaN shows in the tangents of the weights: in those of the cotangents it would reach masked keys.
-        o = dot_values(drop(plan, block, exps), v)
-        partial = Partial(jnp.where(block.shows, with_finite_cotangent(o), o), m, l)
-        return partial.divided() if has_all_keys else partial
-    if not has_all_keys:
-        return Partial(dot_values(drop(plan, block, exps), v), m, l)
-    if plan.on_accelerator and not plan.is_plain:  # divided before the product, which XLA knows as a softmax
+        return _attend_plainly(plan, q, k, v, block)
+    x = logits(plan, q, k, block)
+    # A NaN has no part in what is computed: XLA for a CPU gives -inf as the maximum of NaN alone, and any number as the
+    # exp of a NaN that it knows from a selection.
+    is_nan = jnp.isnan(x)
+    exps, m = exponentials(jnp.where(is_nan, 0, x), None if before is None else before.m)
+    exps = jnp.where(is_nan, jnp.nan, exps)
+    l = jnp.sum(exps, -1, keepdims=True)
+    if before is not None:
+        decay = jnp.exp(before.m - shift_of(m))
+        return Partial(before.o * decay + dot_values(drop(plan, block, exps), v), m, before.l * decay + l)
+    if plan.on_accelerator:  # divided before the product, which XLA knows as a softmax
         o = dot_values(drop(plan, block, exps / divisor_of_exponentials(l)), v)
         return Partial(o, m, jnp.where(l == 0, 1, l))
-    # Divided after the product: the derivative at a masked value may overflow, but is in no sum over the row.
     return Partial(dot_values(drop(plan, block, exps), v), m, l).divided()
 
 
-def exponentials(x: Array) -> tuple[Array, Array, Array]:
-    """exp(x - m) of logits, 0 in a row without keys; and the largest logit and the sum of exponentials of a row.
+def _attend_plainly(plan: Plan, q: Array, k: Array, v: Array, block: Block) -> Partial:
+    trace = trace_of(q) + (trace_of(k) + trace_of(v))[:, :, None, None, :, 0]
+    q, k, v = map(finite_or_zero, (q, k, v))
+    exps, m = exponentials(logits(plan, q, k, block, trace))
+    o = dot_values(drop(plan, block, exps), v)
+    if block.shows is not None:
+        # The NaN shows in the tangents of the weights: in those of the cotangents it would reach masked keys.
+        o = jnp.where(block.shows, with_finite_cotangent(o), o)
+    # Divided after the product: the derivative at a masked value may overflow, but is in no sum over the row.
+    return Partial(o, m, jnp.sum(exps, -1, keepdims=True)).divided()
 
-    A NaN has no part in what is computed: XLA for a CPU gives -inf as the maximum of NaN alone, and any number as the
-    exp of a NaN that it knows from a selection.
-    """
-    is_nan = jnp.isnan(x)
-    x = jnp.where(is_nan, 0, x)
+
+def exponentials(x: Array, lowest: Array | None = None) -> tuple[Array, Array]:
+    """exp(x - m) of logits, 0 in a row without keys, and the largest logit m of the row, at least `lowest`."""
     m = lax.stop_gradient(jnp.max(x, -1, keepdims=True))
-    exps = jnp.where(is_nan, jnp.nan, jnp.exp(x - shift_of(m)))
-    return exps, m, jnp.sum(exps, -1, keepdims=True)
+    m = m if lowest is None else jnp.maximum(m, lowest)
+    return jnp.exp(x - shift_of(m)), m
 
 
 def divisor_of_exponentials(l: Array) -> Array:
@@ -142,9 +150,9 @@ class Rows(NamedTuple):
 
     do: Array
     dlse: Array
-    # None if a block has all keys of its queries: then these follow from its logits.
-    m: Array | None = None  # inf for a query without cotangents, which makes its weights 0
-    l: Array | None = None
+    l: Array  # the sum of exponentials; NaN for a bad query
+    # None if a block has all keys of its queries: then these follow from its logits, and a good query has an `l` of 1.
+    m: Array | None = None  # inf for a query without good cotangents, which makes its weights 0 (or NaN, by `l`)
     delta: Array | None = None
 
 
@@ -188,19 +196,17 @@ def _weights(x: Array, plan: Plan, rows: Rows, block: Block) -> tuple[Array, Pul
     x, pull_back_adjustments = _adjusted_with_rule(plan, x, block)
     if not (block.bias is None and block.score_mod is None):
         x = jnp.where(x < jnp.inf, x, 0)  # only a bad query, or one without a cotangent, has a NaN or infinity
-    x = _masked(x, block)
-    if rows.m is not None and rows.l is not None:
-        exps = jnp.where(jnp.isnan(x), jnp.nan, jnp.exp(x - rows.m))  # as in `exponentials`
-        return exps * (1 / rows.l), pull_back_adjustments
-    exps, _, l = exponentials(x)
-    return _selected(
-        exps / divisor_of_exponentials(l), block
-    ), pull_back_adjustments  # a row with a NaN is NaN throughout
+    if rows.m is not None:
+        p = jnp.exp(x - rows.m) * (1 / rows.l)
+    else:
+        exps, _ = exponentials(_masked(x, block))
+        p = exps / divisor_of_exponentials(jnp.sum(exps, -1, keepdims=True)) * rows.l
+    return _selected(p, block), pull_back_adjustments
 
 
 def _slopes(rows: Rows, p: Array, dp: Array) -> Array:
     """The cotangents of the logits from those of the weights."""
-    if rows.delta is None or rows.l is None:
+    if rows.delta is None:
         # This sum uses weights that are not rounded for a product: it is more exact than `delta` from outputs.
         return p * (dp - jnp.sum(p * dp, -1, keepdims=True) + rows.dlse)
     # A key with all of the weight gives the output its value: there dp - delta is dlse plus rounding errors.

@@ -1,4 +1,8 @@
-"""The user's own kernel, as a kernel of the contract.
+"""The executor that the user passes: a function of their own, as a kernel of the contract.
+
+Taken: where `implementation` is a function, on every platform.
+Why: kernels that nobody here has written, such as those for a new GPU, get the contract.
+Left out: sinks, dropout, a soft cap, functions of logits, a ring, an array as scale, symbolic sizes.
 
 It is called as `jax.nn.dot_product_attention` is, with the keywords that the call needs. Masks that
 it has no keyword for become a mask of pairs. So do masks that would leave a query without a key, for a kernel need not
@@ -20,11 +24,17 @@ from masksafe._core.arguments import message
 from masksafe._core.precision import wide_dtype
 from masksafe._core.run_time import any_of
 from masksafe._core.typing import Array, DType
-from masksafe.attention._contract import Kernel, largest
+from masksafe.attention._contract import largest
+from masksafe.attention._kernels import InContract, Kernel
 from masksafe.attention._pairs import Pairs, all_unmasked, by_heads, by_user, static_reach
-from masksafe.attention._plan import Operands, Plan
+from masksafe.attention._plan import Choice, Operands, Plan
 
-_LENGTHS = {"query_seq_lengths": "query_lengths", "key_value_seq_lengths": "key_lengths"}
+_KEY_LENGTHS = "key_value_seq_lengths"
+
+
+def _lengths_of(pairs: Pairs) -> dict[str, Any]:
+    """The lengths by their keywords."""
+    return {"query_seq_lengths": pairs.queries.length, _KEY_LENGTHS: pairs.keys.length}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +92,11 @@ def check(plan: Plan, given: dict[str, Any]) -> None:
         raise plan.function.error(ValueError, f"beside {reason}", "'xla' or None", hint)
 
 
+def choose(choice: Choice) -> InContract | None:
+    """The executor, if the user has passed a function."""
+    return None if choice.plan.function is None else InContract(UsersKernel.of(choice.plan, choice.x, choice.pairs))
+
+
 @dataclasses.dataclass(frozen=True)
 class UsersKernel(Kernel):
     """The kernel, with the masks that it has keywords for."""
@@ -101,7 +116,8 @@ class UsersKernel(Kernel):
         sees_any = left is not None and min(left, right) >= 0 and x.q.shape[1] - left <= x.k.shape[1]
         if sees_any and fn.takes("local_window_size"):
             static["local_window_size"] = left, right
-        lengths = [name for name, field in _LENGTHS.items() if getattr(pairs, field) is not None and fn.takes(name)]
+        given = _lengths_of(pairs)
+        lengths = [name for name in given if given[name] is not None and fn.takes(name)]
         lengths = [name for name in lengths if name == "query_seq_lengths" or "local_window_size" not in static]
         return cls(fn, tuple(static.items()), tuple(lengths))
 
@@ -111,7 +127,7 @@ class UsersKernel(Kernel):
         static, sizes, arrays = dict(self.static), (num_queries, num_keys), {}
         for name in self.lengths:
             size = sizes[name != "query_seq_lengths"]
-            arrays[name] = jnp.broadcast_to(jnp.clip(getattr(pairs, _LENGTHS[name]), 1, size), (batch,))
+            arrays[name] = jnp.broadcast_to(jnp.clip(_lengths_of(pairs)[name], 1, size), (batch,))
         pairs = pairs._replace(bias=by_heads(x.bias, key_heads))
         if x.bias is not None:
             # An element that is masked wherever it broadcasts is gone; a huge one must not outweigh a mask.
@@ -122,10 +138,13 @@ class UsersKernel(Kernel):
             )
             limit = min(largest(wide_dtype(x.bias.dtype), 1) ** 2, float(jnp.finfo(x.bias.dtype).max))
             arrays["bias"] = jnp.clip(jnp.where(seen & jnp.isfinite(x.bias), x.bias, 0), -limit, limit)
-        known = ("query_lengths", *(_LENGTHS[name] for name in self.lengths))
+        queries, keys = pairs.queries._replace(length=None), pairs.keys
+        pairs = pairs._replace(
+            queries=queries, keys=keys._replace(length=None) if _KEY_LENGTHS in self.lengths else keys
+        )
         if "local_window_size" in static or ("is_causal" in static and plan.reach == (None, 0)):
             plan = plan._replace(reach=None)
-        mask = all_unmasked(plan, pairs._replace(**dict.fromkeys(known)), *sizes)
+        mask = all_unmasked(plan, pairs, *sizes)
         if mask is not None:
             mask = mask if sees_any is None else mask | ~sees_any[..., None]
             arrays["mask"] = by_user(mask, key_heads, heads, *sizes)

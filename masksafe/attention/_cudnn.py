@@ -1,4 +1,8 @@
-r"""cuDNN's attention kernel, reached through `jax.nn`, as a kernel of the contract.
+r"""The executor for CUDA: cuDNN's attention kernel, reached through `jax.nn`, as a kernel of the contract.
+
+Taken: in programs for CUDA, where `reason_against` finds nothing against it; by default not where arrays may be split.
+Why: rows took 6.5 to 8 times as long (8x1024x16x64, bfloat16, packed and causal; an H100, jax 0.11.2).
+Left out: float32, sinks, a soft cap, functions of logits, dropout, a ring, odd sizes, the logsumexp.
 
 It has a causal mask with a left window, and lengths. All other masks become one array of pairs, added to the logits.
 `jax.nn` would add -2**41, which large logits outweigh; here it is -2**126, which no logit outweighs.
@@ -20,9 +24,9 @@ from jax import lax
 from masksafe._core import platforms, sharding
 from masksafe._core.arguments import message
 from masksafe._core.typing import Array
-from masksafe.attention._contract import Kernel
+from masksafe.attention._kernels import InContract, Kernel
 from masksafe.attention._pairs import Pairs, all_unmasked, by_heads, by_user
-from masksafe.attention._plan import Operands, Plan
+from masksafe.attention._plan import Choice, Operands, Plan
 
 _MASKED = -(2.0**126)
 _LARGE, _HUGE = 2.0**20, 2.0**29  # of a bias
@@ -125,6 +129,11 @@ def _refusal_of_jax(width: int, dtype: Any) -> str | None:
     return None
 
 
+def choose(choice: Choice) -> InContract | None:
+    """The executor, if `reason_against` found nothing against it."""
+    return None if choice.kernels.cudnn is None else InContract(CuDNN.of(choice.plan, choice.x, choice.pairs))
+
+
 @dataclasses.dataclass(frozen=True)
 class CuDNN(Kernel):
     """The kernel, with the masks that it applies by itself."""
@@ -138,9 +147,11 @@ class CuDNN(Kernel):
 
     @classmethod
     def of(cls, plan: Plan, x: Operands, pairs: Pairs) -> "CuDNN":
-        names = {name for name, value in pairs._asdict().items() if value is not None}
-        names |= {"mask"} if pairs.allowed is not None else set()
-        names |= {"bias"} if x.bias is not None else set()
+        queries, keys = pairs.queries, pairs.keys
+        given = {"mask": pairs.allowed, "bias": x.bias, "mask_mod": pairs.mask_mod, "query_segments": queries.segment}
+        given |= {"query_positions": queries.position, "key_positions": keys.position}
+        given |= {"query_lengths": queries.length, "key_lengths": keys.length}
+        names = {name for name, value in given.items() if value is not None}
         knows_reach = _knows(plan, names, x.q.shape[1], x.k.shape[1])
         has_array = not knows_reach or not names.isdisjoint({"mask", "bias", *_ONE_ARRAY})
         left, _ = plan.reach or (None, 0)
@@ -151,13 +162,17 @@ class CuDNN(Kernel):
         """The arguments of `jax.nn`, of which each sample has at least one key."""
         (batch, num_queries, heads, _), (_, num_keys, key_heads, _) = x.q.shape, x.k.shape
         lengths = None
-        if not (pairs.query_lengths is None and pairs.key_lengths is None):
-            given = (pairs.query_lengths, num_queries), (pairs.key_lengths, num_keys)
+        if not (pairs.queries.length is None and pairs.keys.length is None):
+            given = (pairs.queries.length, num_queries), (pairs.keys.length, num_keys)
             clipped = (jnp.int32(size) if n is None else jnp.clip(n, 1, size) for n, size in given)
             lengths = tuple(jnp.broadcast_to(n, (batch,)) for n in clipped)
         if not self.has_array:
             return x.q, x.k, x.v, None, lengths
-        known = pairs._replace(query_lengths=None, key_lengths=None, bias=by_heads(x.bias, key_heads))
+        known = pairs._replace(
+            queries=pairs.queries._replace(length=None),
+            keys=pairs.keys._replace(length=None),
+            bias=by_heads(x.bias, key_heads),
+        )
         mask = all_unmasked(plan._replace(reach=None) if self.is_causal else plan, known, num_queries, num_keys)
         assert mask is not None
         mask = mask if sees_any is None else mask | ~sees_any[..., None]

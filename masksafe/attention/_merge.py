@@ -34,7 +34,7 @@ class Partial(NamedTuple):
     def empty(cls, like: Array, width: int) -> Partial:
         """The results for no key, of queries `[..., 1]`; they vary over devices as `like` does."""
         zero = jnp.zeros_like(like, wide_dtype(like.dtype))
-        return cls(jnp.broadcast_to(zero, (*zero.shape[:-1], width)), zero - jnp.inf, zero)
+        return cls(jnp.broadcast_to(zero, (*zero.shape[:-1], width)), jnp.full_like(zero, -jnp.inf), zero)
 
     def plus(self, other: Partial) -> Partial:
         """The results for the keys of both."""

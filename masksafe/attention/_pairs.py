@@ -8,21 +8,33 @@ evaluated pair by pair.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from masksafe._core.masks import both, either
-from masksafe._core.run_time import any_of, largest_of, unknown
+from masksafe._core.masks import both
+from masksafe._core.run_time import any_of, largest_of
 from masksafe._core.sharding import vary_with
-from masksafe._core.tiles import Tile, Tiles, add_to_slice, once_if, slice_at, whole
+from masksafe._core.tiles import Tile, add_to_slice, once_if, slice_at, whole, with_slice
 from masksafe._core.typing import Array
 from masksafe.attention import _dropout
 from masksafe.attention._mods import Indices, Mod, mask_of
-from masksafe.attention._plan import Plan, Reach
+from masksafe.attention._plan import Operands, Plan, Reach
+
+
+class Side(NamedTuple):
+    """The numbers of queries or of keys, `[B or 1, time]`, and the lengths, `[B or 1]`; None for what is not given.
+
+    Or, in their place, what belongs to them: the lowest and the highest of each in a tile, or the names of axes.
+    """
+
+    index: Any = None  # the global index; None on one device
+    position: Any = None  # None for the index
+    segment: Any = None
+    length: Any = None
 
 
 class Pairs(NamedTuple):
@@ -32,51 +44,58 @@ class Pairs(NamedTuple):
     and s of keys. Along b, and in arrays over pairs along all of them, it may have size 1, where it broadcasts.
     """
 
-    query_index: Array | None = None  # the global index; None on one device
-    key_index: Array | None = None
-    query_positions: Array | None = None  # None for the index
-    key_positions: Array | None = None
-    query_lengths: Array | None = None
-    key_lengths: Array | None = None
-    query_segments: Array | None = None
-    key_segments: Array | None = None
-    allowed: Array | None = None
-    bias: Array | None = None
+    queries: Side = Side()
+    keys: Side = Side()
+    allowed: Any = None
+    bias: Any = None
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
-    samples: Array | None = None  # their indices, for mods
-    heads: Array | None = None  # likewise
-    words: Array | None = None  # random ones, for dropout
-    bad_queries: Array | None = None  # the logits of their unmasked pairs are NaN, as are those of bad keys
-    bad_keys: Array | None = None
-    unneeded: Array | None = None  # queries without a part in the reverse pass; in the plain form masked ones
-    showing: Array | None = None  # queries in whose logits a bad tangent shows; None: all
+    samples: Any = None  # their indices, for mods
+    heads: Any = None  # likewise
+    words: Any = None  # random ones, for dropout
+    unneeded: Any = None  # in the plain form: queries that are masked
+    showing: Any = None  # in the plain form: queries in whose logits a bad tangent shows; None: all
 
     def at(self, places: dict[str, Tile]) -> "Pairs":
-        """With the parts of the arrays at the places."""
-        arrays = {name: x for name in AXES if (x := getattr(self, name)) is not None}
-        parts: Any = {name: cut(x, AXES[name], places) for name, x in arrays.items()}
-        return self._replace(**parts)
+        """With the slices of the arrays at the places."""
 
-    def has_only(self, *names: str) -> bool:
-        """Whether only the reach and these fields mask pairs."""
-        return all(getattr(self, name) is None for name in _MASKS if name not in names)
+        def own(x: Any, axes: str | None) -> Any:
+            return x if x is None or axes is None else cut(x, axes, places)
+
+        return jax.tree.map(own, self, AXES, is_leaf=lambda x: x is None or isinstance(x, Mod))
+
+    @property
+    def have_bounds_alone(self) -> bool:
+        """Whether no mask has to be evaluated pair by pair: the bounds of two tiles tell what is masked."""
+        return self.allowed is None and self.bias is None and self.mask_mod is None
+
+    @property
+    def are_intervals(self) -> bool:
+        """Whether each query sees an interval of keys: the reach compares indices, and else there are lengths alone."""
+        return self.have_bounds_alone and self.compare_indices and self.queries.segment is None
+
+    @property
+    def compare_indices(self) -> bool:
+        """Whether the reach compares the indices in the arrays."""
+        return all(x is None for side in (self.queries, self.keys) for x in side[:2])
+
+    @property
+    def have_no_arrays(self) -> bool:
+        """Whether the reach alone, which compares indices, masks pairs."""
+        return self.are_intervals and self.queries.length is None and self.keys.length is None
 
 
 OVER_PAIRS = "bkgts"
-AXES = {
-    **dict.fromkeys(("query_index", "query_positions", "query_segments"), "bt"),
-    **dict.fromkeys(("key_index", "key_positions", "key_segments"), "bs"),
-    **dict.fromkeys(("query_lengths", "key_lengths", "samples"), "b"),
-    **dict.fromkeys(("allowed", "bias"), OVER_PAIRS),
-    **dict.fromkeys(("bad_queries", "unneeded", "showing"), "bkgt"),
-    "bad_keys": "bks",
-    "heads": "bkg",
-    "words": "bkgtw",
-}
-_MASKS = (
-    *("query_index", "key_index", "query_positions", "key_positions", "query_lengths", "key_lengths"),
-    *("query_segments", "allowed", "bias", "mask_mod"),
+AXES = Pairs(
+    queries=Side("bt", "bt", "bt", "b"),
+    keys=Side("bs", "bs", "bs", "b"),
+    allowed=OVER_PAIRS,
+    bias=OVER_PAIRS,
+    samples="b",
+    heads="bkg",
+    words="bkgtw",
+    unneeded="bkgt",
+    showing="bkgt",
 )
 
 
@@ -85,8 +104,13 @@ def cut(x: Array, axes: str, places: dict[str, Tile]) -> Array:
     return slice_at(x, _places_in(x, axes, places))
 
 
-def add_at(x: Array, addend: Array, places: dict[str, Tile], names: str = OVER_PAIRS) -> Array:
-    """`x`, an array over pairs, plus `addend` at the places, summed over the axes along which `x` broadcasts."""
+def put(x: Array, new: Array, axes: str, places: dict[str, Tile]) -> Array:
+    """`x` with `new`, in its dtype, as the slice at the places."""
+    return with_slice(x, new.astype(x.dtype), _places_in(x, axes, places))
+
+
+def add_at(x: Array, addend: Array, names: str, places: dict[str, Tile]) -> Array:
+    """`x` plus `addend` at the places, summed over the axes along which `x` broadcasts."""
     axes = [a for a in range(addend.ndim) if x.shape[a] == 1 < addend.shape[a]]
     summed = jnp.sum(addend, axes, keepdims=True) if axes else addend
     return add_to_slice(x, summed.astype(x.dtype), _places_in(x, names, places))
@@ -103,6 +127,16 @@ def by_heads(x: Array | None, num_key_heads: int) -> Array | None:
         return None
     heads = (1, 1) if x.shape[-3] == 1 else (num_key_heads, x.shape[-3] // num_key_heads)
     return x.reshape(*x.shape[:-3], *heads, *x.shape[-2:])
+
+
+def with_bias(x: Operands, pairs: Pairs) -> Pairs:
+    """The pairs with the bias in the layout of the blocks, and with the arrays that `score_mod` captured.
+
+    An executor does this itself, so that the residual is the user's own array: a new array with a NaN under the mask
+    would be an error with `jax_debug_nans`.
+    """
+    mod = None if pairs.score_mod is None else pairs.score_mod.with_captured(x.captured)
+    return pairs._replace(bias=by_heads(x.bias, x.k.shape[2]), score_mod=mod)
 
 
 def by_user(x: Array, num_key_heads: int, *sizes: int) -> Array:
@@ -126,83 +160,72 @@ def by_query_head(x: Array) -> Array:
 # What is masked.
 
 
-class _Numbers(NamedTuple):
-    """The lowest and the highest of each number of a query or a key, or of a tile of them; None if it has none."""
-
-    index: Any
-    position: Any
-    segment: Any
-    length: Any  # of the sample
-
-
-def _may_see(reach: Reach | None, q: _Numbers, k: _Numbers) -> Any:
-    conditions = [numbers.index[0] < numbers.length for numbers in (q, k) if numbers.length is not None]
+def _may_see(reach: Reach | None, q: Side, k: Side) -> Any:
+    """Whether a query may see a key, of numbers that lie between two bounds; None: it does."""
+    conditions = [side.index[0] < side.length for side in (q, k) if side.length is not None]
     if reach is not None:
         left, right = reach
-        conditions.append(k.position[0] <= q.position[1] + right)
+        conditions.append(k.position[0] <= (q.position[1] + right if right else q.position[1]))
         if left is not None:
-            conditions.append(k.position[1] >= q.position[0] - left)
+            conditions.append(k.position[1] >= (q.position[0] - left if left else q.position[0]))
     if q.segment is not None:
-        is_pair = q.segment[0] is q.segment[1]
-        same = (
-            (q.segment[0] == k.segment[0],) if is_pair else (q.segment[0] <= k.segment[1], k.segment[0] <= q.segment[1])
-        )
-        conditions += same
+        conditions.append(q.segment[0] <= k.segment[1])
+        conditions.append(k.segment[0] <= q.segment[1])
     return functools.reduce(both, conditions, None)
-
-
-def _numbers(
-    plan: Plan,
-    pairs: Pairs,
-    index: Callable[[str], Any],
-    bounds: Callable[[Array, str], Any],
-    place: Callable[..., Any],
-) -> tuple[_Numbers, _Numbers]:
-    """The numbers of queries and of keys that matter: the bounds of each array, on the axis of queries or keys."""
-
-    def numbers_of(side: str, axis: str) -> _Numbers:
-        given = {name: getattr(pairs, f"{side}_{name}") for name in ("index", "positions", "segments", "lengths")}
-
-        def at_place(found: tuple[Any, Any]) -> tuple[Any, Any]:
-            lowest = place(found[0], axis)
-            return lowest, lowest if found[1] is found[0] else place(found[1], axis)
-
-        positions, segments, length = (given[name] for name in ("positions", "segments", "lengths"))
-        own = None
-        if length is not None or (plan.reach is not None and positions is None):
-            own = at_place(index(axis) if given["index"] is None else bounds(given["index"], axis))
-        return _Numbers(
-            own,
-            own if positions is None or plan.reach is None else at_place(bounds(positions, axis)),
-            None if segments is None else at_place(bounds(segments, axis)),
-            None if length is None else place(length[:, None], axis),
-        )
-
-    return numbers_of("query", "t"), numbers_of("key", "s")
 
 
 def unmasked(plan: Plan, own: Pairs, places: dict[str, Tile]) -> Array | None:
     """Which pairs of some queries and keys are unmasked, up to broadcasting; None: all. `own` are these pairs."""
 
-    def place(x: Array, axis: str) -> Array:
+    def along_time(x: Array, axis: str) -> Array:
         return x[:, None, None, :, None] if axis == "t" else x[:, None, None, None, :]
 
-    def same(x: Array, _: str) -> tuple[Array, Array]:
-        return x, x
+    def numbers(side: Side, axis: str) -> Side:
+        index = None
+        if side.length is not None or (plan.reach is not None and side.position is None):
+            index = _index(places[axis])[None] if side.index is None else side.index
+        position = index if side.position is None else side.position
+        index, position = (None if x is None else (along_time(x, axis),) * 2 for x in (index, position))
+        return Side(index, position, length=None if side.length is None else along_time(side.length[:, None], axis))
 
-    def index(axis: str) -> tuple[Array, Array]:
-        return same(_index(places[axis])[None], axis)
-
-    queries, keys = _numbers(plan, own, index, same, place)
+    queries, keys = numbers(own.queries, "t"), numbers(own.keys, "s")
+    same = None
+    if own.queries.segment is not None:
+        same = along_time(own.queries.segment, "t") == along_time(own.keys.segment, "s")
     conditions = [
         _may_see(plan.reach, queries, keys),
+        same,
         own.allowed,
         None if own.mask_mod is None else mask_of(own.mask_mod, _indices(own, places)),
         None if own.bias is None else own.bias != -jnp.inf,  # True for a NaN, which must stay visible
-        ~own.unneeded[..., None] if plan.is_plain and own.unneeded is not None else None,
-        *(place((_index(t) >= t.first)[None], axis) for axis, t in places.items() if axis in "ts" and t.is_ragged),
+        None if own.unneeded is None else ~own.unneeded[..., None],
+        *(along_time((_index(t) >= t.first)[None], axis) for axis, t in places.items() if axis in "ts" and t.is_ragged),
     ]
     return functools.reduce(both, conditions, None)
+
+
+def may_see(plan: Plan, own: Pairs, places: dict[str, Tile]) -> Array | None:
+    """Whether any query of a tile may see any key of one; None: it may, as far as the reach alone tells."""
+    if own.have_no_arrays:
+        return None
+
+    def bounds(side: Side, axis: str) -> Side:
+        def of(x: Array | None) -> Any:
+            return None if x is None else (x.min(1), x.max(1))
+
+        first = jnp.asarray(places[axis].start, jnp.int32)[None]
+        index = (first, first + (places[axis].size - 1)) if side.index is None else of(side.index)
+        position = index if side.position is None else of(side.position)
+        return Side(index, position, of(side.segment), side.length)
+
+    found = _may_see(plan.reach, bounds(own.queries, "t"), bounds(own.keys, "s"))
+    found = None if found is None else any_of(found)
+    if own.have_bounds_alone:
+        return found
+    no_bounds = {"length": None, "segment": None}
+    pair_by_pair = own._replace(queries=own.queries._replace(**no_bounds), keys=own.keys._replace(**no_bounds))
+    mask = unmasked(plan._replace(reach=None), pair_by_pair, places)
+    return both(found, None if mask is None else any_of(mask))
 
 
 def _index(tile: Tile) -> Array:
@@ -216,12 +239,11 @@ def _indices(own: Pairs, places: dict[str, Tile]) -> Indices:
     assert own.heads is not None
     number = own.samples.shape[0]
 
-    def positions(side: str, tile: Tile) -> Array:
-        given = [getattr(own, f"{side}_{name}") for name in ("positions", "index")]
-        x = next((x for x in given if x is not None), None)
+    def positions(side: Side, tile: Tile) -> Array:
+        x = side.index if side.position is None else side.position
         return jnp.broadcast_to(_index(tile)[None] if x is None else x, (number, tile.size))
 
-    return own.samples, own.heads[0], positions("query", places["t"]), positions("key", places["s"])
+    return own.samples, own.heads[0], positions(own.queries, places["t"]), positions(own.keys, places["s"])
 
 
 class Block(NamedTuple):
@@ -234,89 +256,36 @@ class Block(NamedTuple):
     shows: Array | None  # where a bad tangent shows; None: everywhere
     indices: Indices | None  # the arguments of a mod
     score_mod: Mod | None
-    places: dict[str, Tile]  # in arrays over pairs
-
-    def with_bad_keys(self, bad_keys: Array) -> "Block":
-        """The block, with these keys `[B, K, keys]` bad as well."""
-        return self._replace(is_bad=either(self.is_bad, bad_keys[:, :, None, None]))
 
 
-def block_of(plan: Plan, pairs: Pairs, places: dict[str, Tile]) -> Block:
-    """The block at some places: tiles of queries (t) and of keys (s), of some samples (b) and key heads (k)."""
-    own = pairs.at(places)
-    is_bad = None if own.bad_queries is None else own.bad_queries[..., None]
+def block_of(plan: Plan, own: Pairs, places: dict[str, Tile], is_bad: Array | None = None) -> Block:
+    """The block at some places: tiles of queries (t) and of keys (s), of some samples (b) and key heads (k).
+
+    `own` are the pairs at these places.
+    """
     kept = None
     if own.words is not None:
-        key_index = _index(places["s"])[None] if own.key_index is None else own.key_index
+        key_index = _index(places["s"])[None] if own.keys.index is None else own.keys.index
         kept = _dropout.kept(own.words, key_index[:, None, None, None], plan.dropout_rate)
     indices = None if own.samples is None else _indices(own, places)
-    mask = unmasked(plan, own, places)
     shows = None if own.showing is None else own.showing[..., None]
-    block = Block(mask, own.bias, is_bad, kept, shows, indices, own.score_mod, places)
-    return block if own.bad_keys is None else block.with_bad_keys(own.bad_keys)
-
-
-# Tiles without unmasked pairs are skipped. Where numbers are known while tracing, the table is an array of NumPy.
+    return Block(unmasked(plan, own, places), own.bias, is_bad, kept, shows, indices, own.score_mod)
 
 
 def masks_any(plan: Plan, pairs: Pairs) -> bool:
     """Whether a pair may be masked."""
-    return plan.reach is not None or not pairs.has_only("query_index", "key_index", "query_positions", "key_positions")
+    return (
+        plan.reach is not None
+        or not pairs._replace(
+            queries=pairs.queries._replace(index=None, position=None),
+            keys=pairs.keys._replace(index=None, position=None),
+        ).have_no_arrays
+    )
 
 
 def static_reach(plan: Plan, pairs: Pairs) -> Reach | None:
     """The reach, if it compares indices; else None."""
-    arrays = pairs.query_index, pairs.key_index, pairs.query_positions, pairs.key_positions
-    return plan.reach if all(x is None for x in arrays) else None
-
-
-def unmasked_tiles(plan: Plan, pairs: Pairs, queries: Tiles, keys: Tiles) -> Any:
-    """Which tiles of queries may see which tiles of keys, `[queries.number, keys.number]`; None: all."""
-    tiles = {"t": queries, "s": keys}
-
-    def bounds(x: Array, axis: str) -> tuple[Array, Array]:
-        by_tile = tiles[axis].by_tile(unknown(x), 1)
-        return by_tile.min(2), by_tile.max(2)
-
-    def index(axis: str) -> tuple[Any, Any]:
-        length, size = tiles[axis].length, tiles[axis].size
-        starts = np.arange(tiles[axis].number, dtype=np.int32)[None] * size
-        return starts, np.minimum(starts + size, length) - 1
-
-    def place(x: Any, axis: str) -> Any:
-        return x[:, :, None] if axis == "t" else x[:, None]
-
-    table = _may_see(plan.reach, *_numbers(plan, pairs, index, bounds, place))
-    if table is not None:
-        table = table[0] if table.shape[0] == 1 else any_of(table, 0)
-        table = (np if isinstance(table, np.ndarray) else jnp).broadcast_to(table, (queries.number, keys.number))
-    if pairs.unneeded is not None:
-        needed = any_of(queries.by_tile(any_of(~pairs.unneeded, (0, 1, 2)), 0), 1)[:, None]
-        table = both(table, jnp.broadcast_to(needed, (queries.number, keys.number)))
-    arrays = [x for x in (pairs.allowed, pairs.bias) if x is not None]
-    if not arrays and pairs.mask_mod is None:
-        return table
-    by_pairs = Pairs(*(x if name in _BY_PAIRS else None for name, x in pairs._asdict().items()))
-
-    def on_queries(i: Any) -> Array:
-        mask = unmasked(plan._replace(reach=None), *_at(by_pairs, t=queries.tile(i), s=whole(keys.length)))
-        assert mask is not None
-        by_key = any_of(mask, (0, 1, 2, 3))
-        return any_of(keys.by_tile(by_key, 0), 1) if by_key.shape[0] > 1 else by_key
-
-    are_alike = pairs.mask_mod is None and all(x.shape[3] == 1 for x in arrays)
-    found = on_queries(jnp.zeros((), jnp.int32))[None] if are_alike else queries.map(on_queries)
-    return both(table, jnp.broadcast_to(found, (queries.number, keys.number)))
-
-
-_BY_PAIRS = (
-    *("allowed", "bias", "mask_mod", "samples", "heads"),
-    *("query_positions", "key_positions", "query_index", "key_index"),
-)
-
-
-def _at(pairs: Pairs, **places: Tile) -> tuple[Pairs, dict[str, Tile]]:
-    return pairs.at(places), places
+    return plan.reach if pairs.compare_indices else None
 
 
 # What queries see of all keys, for the contract around a kernel. Where only the reach and lengths mask, a query sees
@@ -325,28 +294,23 @@ def _at(pairs: Pairs, **places: Tile) -> tuple[Pairs, dict[str, Tile]]:
 
 def all_unmasked(plan: Plan, pairs: Pairs, num_queries: Any, num_keys: Any) -> Array | None:
     """Which pairs are unmasked, `[B, K, G, T, S]` up to broadcasting; None for all."""
-    return unmasked(plan, *_at(pairs, t=whole(num_queries), s=whole(num_keys)))
-
-
-def are_intervals(pairs: Pairs) -> bool:
-    """Whether each query sees an interval of keys."""
-    return pairs.has_only("query_lengths", "key_lengths")
+    return unmasked(plan, pairs, {"t": whole(num_queries), "s": whole(num_keys)})
 
 
 def sees_any(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> Any:
     """Which queries see any key, `[B, K, G, T]` up to broadcasting; None: all."""
-    if not are_intervals(pairs):
+    if not pairs.are_intervals:
         mask = all_unmasked(plan, pairs, num_queries, num_keys)
         return None if mask is None else any_of(jnp.broadcast_to(mask, (*mask.shape[:3], num_queries, num_keys)), -1)
     left, right = plan.reach or (None, num_keys)
     t = np.arange(num_queries, dtype=np.int32)[None]
     first: Any = np.zeros_like(t) if left is None else np.maximum(0, t - left)
     end: Any = np.minimum(num_keys, t + right + 1)
-    if pairs.key_lengths is not None:
-        end = jnp.minimum(end, pairs.key_lengths[:, None])
+    if pairs.keys.length is not None:
+        end = jnp.minimum(end, pairs.keys.length[:, None])
     sees = first < end
-    if pairs.query_lengths is not None:
-        sees = sees & (t < pairs.query_lengths[:, None])
+    if pairs.queries.length is not None:
+        sees = sees & (t < pairs.queries.length[:, None])
     return None if isinstance(sees, np.ndarray) and sees.all() else jnp.asarray(sees)[:, None, None]
 
 
@@ -355,17 +319,18 @@ def may_be_seen(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> An
     left, right = static_reach(plan, pairs) or (None, num_keys)
     s = np.arange(num_keys, dtype=np.int32)[None]
     found: Any = (s < num_queries + right) & (True if left is None else s >= -left)
-    if pairs.key_lengths is not None:
-        found = found & (s < pairs.key_lengths[:, None])
+    if pairs.keys.length is not None:
+        found = found & (s < pairs.keys.length[:, None])
     return None if isinstance(found, np.ndarray) and found.all() else jnp.asarray(found)
 
 
-def see_bad(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> Array:
-    """Which queries are bad or see something bad, `[B, K, G, T]`. Pairs are compared only if anything is bad."""
-    bad_queries, bad_keys = pairs.bad_queries, pairs.bad_keys
-    assert bad_queries is not None
-    assert bad_keys is not None
-    if are_intervals(pairs):
+def see_bad(plan: Plan, pairs: Pairs, bad_queries: Array, bad_keys: Array) -> Array:
+    """Which queries `[B, K, G, T]` are bad or see a bad key `[B, K, S]` or bias.
+
+    Pairs are compared only if anything is bad.
+    """
+    num_queries, num_keys = bad_queries.shape[3], bad_keys.shape[2]
+    if pairs.are_intervals:
         seen = may_be_seen(plan, pairs, num_queries, num_keys)
         bad_keys = bad_keys if seen is None else bad_keys & seen[:, None]
         left, right = plan.reach or (None, None)
@@ -383,7 +348,7 @@ def see_bad(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> Array:
 
 def seen_by(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int, queries: Array) -> Array:
     """Which keys some of these queries `[B, K, G, T]` see, `[B, K, S]`."""
-    if are_intervals(pairs):
+    if pairs.are_intervals:
         left, right = plan.reach or (None, None)
         return _any_within(any_of(queries, 2), num_keys, right, left)
 

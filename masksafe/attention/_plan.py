@@ -4,7 +4,7 @@ The letters are those of the papers, everywhere: queries `q`, keys `k`, values `
 the largest logit `m` and the sum of exponentials `l` of a query, and the cotangents `do`, `dlse`, `dq`, `dk`, `dv`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from masksafe._core.platforms import AttentionSizes
 from masksafe._core.typing import Array, Arrays
@@ -36,7 +36,6 @@ class Plan(NamedTuple):
     is_plain: bool = False  # whether JAX differentiates the program: then no loop has a length that depends on values
     needs_lse: bool = True  # whether the logsumexp is needed
     shares_segments: bool = False  # whether queries and keys have one array of segments
-    is_differentiated: bool = True  # whether a reverse pass follows, which in blocks needs `m` and `l`
     function: Any = None  # the user's own kernel, a `_callable.Function`
 
     def scales(self, q: Array) -> tuple[float, float]:
@@ -62,3 +61,32 @@ class Kernels(NamedTuple):
 
     cudnn: bool | None = None
     splash: bool | None = None
+
+
+class Executor(Protocol):
+    """What computes attention: operands may hold anything, and results keep the contract. Batches are merged."""
+
+    def value(self, plan: Plan, x: Operands, pairs: Any) -> tuple[Array, Array]:
+        """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`.
+
+        A logsumexp that `plan` does not need may be any number, but is -inf for a query that sees no key.
+        """
+
+    def forward(self, plan: Plan, x: Operands, pairs: Any) -> tuple[tuple[Array, Array], Any]:
+        """The same, and what the reverse pass needs."""
+
+    def reverse(self, plan: Plan, x: Operands, pairs: Any, residuals: Any, d: tuple[Array, Array]) -> Operands:
+        """The cotangents of the operands."""
+
+    def marks(self, residuals: Any) -> tuple[Array, Array]:
+        """Which queries are bad or see something bad, and which see no key, `[B, T, N]`."""
+
+
+class Choice(NamedTuple):
+    """What is known of a call while it is traced."""
+
+    plan: Plan
+    kernels: Kernels
+    x: Operands
+    pairs: Any  # with the bias
+    values: Executor | None = None  # what computes the values

@@ -20,14 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.precision import wide_dtype
-from masksafe._core.run_time import any_of
 from masksafe._core.sharding import AxisName, Devices, vary_with
-from masksafe._core.tiles import Tile, divide, once_if
+from masksafe._core.tiles import Tile, once_if, whole
 from masksafe._core.typing import Array
 from masksafe.attention._block import Rows
-from masksafe.attention._contract import bad_keys
 from masksafe.attention._merge import Partial
-from masksafe.attention._pairs import OVER_PAIRS, Pairs, add_at, by_heads, cut, unmasked_tiles
+from masksafe.attention._pairs import OVER_PAIRS, Pairs, Side, add_at, cut, may_see, with_bias
 from masksafe.attention._plan import Operands, Plan, Reach, Ring
 
 _FEW_STEPS = 3  # up to this many steps are not a loop, so that nothing is sent in vain
@@ -107,7 +105,7 @@ def run_reverse(
             bias, first_key = sums.bias, _first_key(ring, step, moving.k)
             if bias is not None and d.bias is not None:  # the bias of all keys
                 keys = {"s": Tile(first_key, moving.k.shape[1], first_key, False)}
-                bias = add_at(bias, d.bias.reshape(*bias.shape[:3], -1), keys, "bnts")
+                bias = add_at(bias, d.bias.reshape(*bias.shape[:3], -1), "bnts", keys)
             captured = tuple(a + b for a, b in zip(sums.captured, d.captured, strict=True))
             return Operands(sums.q + d.q, sums.k + d.k, sums.v + d.v, bias, captured)
 
@@ -128,7 +126,7 @@ def _go_round(
 ) -> _State:
     """`state` after `visit(step, moving, state)` for every step; the arrays are sent on during the visit."""
     devices = Devices(ring.axis_name)
-    moving = _Moving(x.k, x.v, *devices.varying((pairs.key_positions, pairs.key_segments)))
+    moving = _Moving(x.k, x.v, *devices.varying((pairs.keys.position, pairs.keys.segment)))
 
     def step(carry: tuple[_Moving, _State], n: Any) -> tuple[tuple[_Moving, _State], None]:
         moving, state = carry
@@ -145,10 +143,8 @@ def _go_round(
 
 def _if_any(plan: Plan, add: Callable[[_State], _State], state: _State, x: Operands, pairs: Pairs) -> _State:
     """`add(state)` if any of these queries sees any of these keys, else `state`; `add` sends nothing."""
-    num_queries, num_keys = x.q.shape[1], x.k.shape[1]
-    pairs = pairs._replace(bias=by_heads(x.bias, x.k.shape[2]))
-    table = unmasked_tiles(plan, pairs, divide(num_queries, plan.sizes.query_tile), divide(num_keys, num_keys))
-    return add(state) if table is None else once_if(any_of(table), add, state)
+    found = may_see(plan, with_bias(x, pairs), {"t": whole(x.q.shape[1]), "s": whole(x.k.shape[1])})
+    return add(state) if found is None else once_if(found, add, state)
 
 
 # What a device sees in a step.
@@ -166,6 +162,5 @@ def _seen_in_step(ring: Ring, step: Any, moving: _Moving, x: Operands, pairs: Pa
     allowed = None if pairs.allowed is None else cut(pairs.allowed, OVER_PAIRS, keys)
     bias = None if x.bias is None else cut(x.bias, "bnts", keys)
     index = (first_key + jnp.arange(num_keys, dtype=jnp.int32))[None]
-    own = pairs._replace(key_index=index, key_positions=moving.positions, key_segments=moving.segments)
-    is_bad = None if pairs.bad_keys is None else bad_keys(moving.k, moving.v)
-    return Operands(x.q, moving.k, moving.v, bias, x.captured), own._replace(allowed=allowed, bad_keys=is_bad)
+    own = pairs._replace(keys=Side(index, moving.positions, moving.segments, pairs.keys.length), allowed=allowed)
+    return Operands(x.q, moving.k, moving.v, bias, x.captured), own

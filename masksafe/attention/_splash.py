@@ -1,4 +1,9 @@
-r"""Splash attention, the kernel for TPUs that ships with JAX, under the contract.
+r"""The executor for TPUs: splash attention, the kernel that ships with JAX.
+
+Taken: in programs for one TPU, or inside of `jax.shard_map`, where `reason_against` finds nothing against it.
+Why: rows move 14 to 30 times the bytes of its operands (2x4096x8x64, float32, compiled for a v5e, jax 0.12).
+Left out: float16, a bias, an array as mask, functions of pairs, dropout, sinks, positions, a ring, fewer than 128
+queries. Where the compiler splits arrays over devices, rows take its place.
 
 Its kernels *select* a number in place of masked logits. So bad elements need no marks: a NaN in place of a bad query or
 key shows in the queries that see it and in no other. A query that sees no key gets an average as its output, and that
@@ -24,14 +29,15 @@ from jax import lax
 
 from masksafe._core import call_site, platforms
 from masksafe._core.arguments import message
-from masksafe._core.derivatives import rule_with_plain_form
 from masksafe._core.sharding import has_symbolic_size
 from masksafe._core.typing import Array
-from masksafe.attention import _contract
-from masksafe.attention._contract import are_good, cleaned, is_good
+from masksafe.attention import _rows
+from masksafe.attention._blocks import InBlocks
+from masksafe.attention._contract import Cotangents, any_in_row, cleaned, is_good
+from masksafe.attention._kernels import over_merged_batch
 from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import Pairs, sees_any
-from masksafe.attention._plan import Operands, Plan
+from masksafe.attention._plan import Choice, Operands, Plan
 
 _PATH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
 _REVERSE_PARAMETERS = (
@@ -57,23 +63,31 @@ def refusal(reason: str) -> str:
     return message("dot_product_attention", "implementation", "value 'splash'", "'xla' or None", hint)
 
 
-def reason_against(plan: Plan, x: Operands, pairs: Pairs, *, is_named: bool) -> str | None:
-    """Why splash attention cannot compute this on a TPU, or None."""
-    (num_queries, num_keys), (left, right) = _sizes(x), plan.reach or (None, 0)
-    segments = [s for s in (pairs.query_segments, pairs.key_segments) if s is not None]
+def reason_against(plan: Plan, given: dict[str, Any], is_named: bool) -> str | None:
+    """Why splash attention cannot compute this on a TPU, or None; known while tracing.
+
+    Args:
+      plan: the static parameters.
+      given: all arrays and functions that the user gave, by their names.
+      is_named: whether the user has named it.
+    """
+    (num_queries, num_keys), (left, right) = (given[n].shape[-3] for n in "qk"), plan.reach or (None, 0)
+    segments = [given[name] for name in ("query_segments", "key_segments") if name in given]
     reasons = {
-        f"the dtype is {x.k.dtype}, not bfloat16 or float32": x.k.dtype not in (jnp.bfloat16, jnp.float32),
+        f"the dtype is {given['k'].dtype}, not bfloat16 or float32": given["k"].dtype
+        not in (jnp.bfloat16, jnp.float32),
         "it has no axis_name": plan.ring is not None,
-        "it has no array over pairs as mask": pairs.allowed is not None,
-        "it has no bias": x.bias is not None,
-        "it has no score_mod": pairs.score_mod is not None,
-        "it has no mask_mod": pairs.mask_mod is not None,
-        "it has no dropout": pairs.words is not None,
-        "its output is rounded before sinks could count": not plan.rounds,
-        "the scale is not a number": pairs.bad_queries is not None,
-        "there are positions, or an offset that is not a number": pairs.query_positions is not None
-        or pairs.key_positions is not None,
-        "a size is symbolic": any(map(has_symbolic_size, x[:3])),
+        "it has no array over pairs as mask": "mask" in given,
+        "it has no bias": "bias" in given,
+        "it has no score_mod": "score_mod" in given,
+        "it has no mask_mod": "mask_mod" in given,
+        "it has no dropout": "dropout_key" in given,
+        "its output is rounded before sinks could count": "sinks" in given,
+        "the scale is not a number": "scale" in given,
+        "there are positions, or an offset that is not a number": not given.keys().isdisjoint(
+            {"query_positions", "key_positions", "offset"}
+        ),
+        "a size is symbolic": any(has_symbolic_size(given[name]) for name in "qkv"),
         "segment ids have more than 32 bits": any(s.dtype.itemsize > 4 for s in segments),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
@@ -120,80 +134,74 @@ def _function(name: str) -> Any:
     return getattr(_kernels(), f"_splash_attention_{name}")
 
 
-class Blocks(NamedTuple):
-    """The form in blocks: where the compiler splits arrays over devices, and for all other derivatives."""
+def choose(choice: Choice) -> "Splash | None":
+    """The executor, if `reason_against` found nothing against it."""
+    if choice.kernels.splash is None:
+        return None
+    in_blocks = None if choice.kernels.splash else _rows.choose(choice)
+    return Splash(in_blocks, platforms.choices().interprets)
 
-    forward: Callable[..., Any]
-    reverse: Callable[..., Any]
-    plain: Callable[..., Any]
 
+class Splash(NamedTuple):
+    """The executor."""
 
-class Config(NamedTuple):
-    """The static parameters."""
-
-    plan: Plan
-    blocks: Blocks
+    in_blocks: InBlocks | None  # where the compiler splits arrays over devices; None if the user has named the kernels
     interprets: Any
 
+    def _on_one_device(self, kernels: Callable[..., Any], in_blocks: Callable[..., Any], likes: Any) -> Any:
+        """A function of arrays `[B, ...]` by kernels where they can run; its results have the types of `likes`."""
 
-def attend(blocks: Blocks, plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`, which is 0 if it is not needed."""
-    return _attend(Config(plan, blocks, platforms.choices().interprets), x, pairs)
+        def otherwise(*args: Any) -> Any:
+            if self.in_blocks is None:
+                raise ValueError(refusal("the compiler splits the arrays over devices"))
+            return in_blocks(*args)
 
+        def run(*args: Any) -> Any:
+            return platforms.on_one_device(kernels, otherwise, _can_run, likes(*args), *args)
 
-def _by_kernels(kernels: Callable[..., Any], in_blocks: Callable[..., Any], likes: Callable[..., Any]) -> Any:
-    """A function of arrays `[B, ...]` that calls kernels where they can run; its results have the types of `likes`."""
+        return over_merged_batch(run)
 
-    def run(*args: Any) -> Any:
-        return platforms.on_one_device(kernels, in_blocks, _can_run, likes(*args), *args)
+    def _attend(self, plan: Plan, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+        def in_blocks(x: Operands, pairs: Pairs) -> Any:
+            o, lse = self.in_blocks.value(plan, x, pairs)  # type: ignore[union-attr]
+            return o.astype(x.q.dtype), lse
 
-    return _contract.over_merged_batch(run)
+        def likes(x: Operands, _: Pairs) -> Any:
+            lse = jnp.zeros_like(x.q[..., 0], jnp.float32)
+            return jnp.broadcast_to(lse[..., None].astype(x.q.dtype), (*lse.shape, x.v.shape[-1])), lse
 
+        return self._on_one_device(functools.partial(_run, plan, self.interprets, needs_lse), in_blocks, likes)(
+            x, pairs
+        )
 
-def _attend_to(config: Config, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    def in_blocks(x: Operands, pairs: Pairs) -> Any:
-        return config.blocks.forward(config.plan, x, pairs)[0]
+    def value(self, plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+        num_queries, num_keys = _sizes(x)
+        left, right = plan.reach or (None, 0)
+        sees_itself = plan.shares_segments and num_queries == num_keys and right >= 0 and (left is None or left >= 0)
+        masks = pairs.queries.length, pairs.keys.length, None if sees_itself else pairs.queries.segment
+        unsegmented = pairs._replace(
+            queries=pairs.queries._replace(segment=None), keys=pairs.keys._replace(segment=None)
+        )
+        may_be_empty = (
+            any(a is not None for a in masks) or sees_any(plan, unsegmented, num_queries, num_keys) is not None
+        )
+        return self._attend(plan, plan.needs_lse or may_be_empty, x, pairs)
 
-    def likes(x: Operands, _: Pairs) -> Any:
-        lse = jnp.zeros_like(x.q[..., 0], jnp.float32)
-        return jnp.broadcast_to(lse[..., None].astype(x.q.dtype), (*lse.shape, x.v.shape[-1])), lse
+    def forward(self, plan: Plan, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        results = self._attend(plan, True, x, pairs)
+        return results, results
 
-    return _by_kernels(functools.partial(_run, config, needs_lse), in_blocks, likes)(x, pairs)
+    def reverse(self, plan: Plan, x: Operands, pairs: Pairs, results: Any, d: tuple[Array, Array]) -> Operands:
+        def in_blocks(x: Operands, pairs: Pairs, results: tuple[Array, Array], d: tuple[Array, Array]) -> Any:
+            o, lse = results[0], results[1][..., None]
+            dx = self.in_blocks.reverse(plan, x, pairs, Partial(o[..., :1], lse, lse), d)  # type: ignore[union-attr]
+            return jax.tree.map(lambda d, a: d.astype(a.dtype), dx, x)
 
+        kernels = functools.partial(_pull_back, plan, self.interprets)
+        return self._on_one_device(kernels, in_blocks, lambda x, *_: x)(x, pairs, results, d)
 
-def _forward(config: Config, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    results = _attend_to(config, True, x, pairs)
-    return results, results
-
-
-def _value(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    plan, (num_queries, num_keys) = config.plan, _sizes(x)
-    left, right = plan.reach or (None, 0)
-    sees_itself = plan.shares_segments and num_queries == num_keys and right >= 0 and (left is None or left >= 0)
-    masks = pairs.query_lengths, pairs.key_lengths, None if sees_itself else pairs.query_segments
-    reach_alone = pairs._replace(query_segments=None, key_segments=None)
-    may_be_empty = any(a is not None for a in masks) or sees_any(plan, reach_alone, num_queries, num_keys) is not None
-    return _attend_to(config, plan.needs_lse or may_be_empty, x, pairs)
-
-
-def _reverse(config: Config, args: tuple[Operands, Pairs], results: tuple[Array, Array], d: tuple[Array, Array]) -> Any:
-    def in_blocks(x: Operands, pairs: Pairs, results: tuple[Array, Array], d: tuple[Array, Array]) -> Any:
-        o, lse = results[0], results[1][..., None]
-        return config.blocks.reverse(config.plan, (x, pairs), Partial(o, lse, jnp.ones_like(lse)), d)[0]
-
-    run = _by_kernels(functools.partial(_pull_back, config), in_blocks, lambda x, *_: x)
-    return run(*args, results, d), jax.tree.map(lambda _: None, args[1])
-
-
-def _plain(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    return config.blocks.plain(config.plan, x, pairs)
-
-
-def _in_plain_reverse(_: Config, args: tuple[Operands, Pairs], results: tuple[Array, Array], d: Any) -> Any:
-    return _contract.in_plain_reverse(args, d, jnp.isnan(results[1]), results[1] == -jnp.inf)
-
-
-_attend = rule_with_plain_form(_forward, _reverse, None, _value, _plain, _in_plain_reverse)
+    def marks(self, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        return jnp.isnan(results[1]), results[1] == -jnp.inf
 
 
 # On one device. Arrays of the kernels are [B, heads, time, width], and time is a multiple of a block.
@@ -231,7 +239,7 @@ def _mask(reach: Any, sizes: tuple[int, int], in_reverse: bool) -> Any:
 
 def _segments(pairs: Pairs, x: Operands) -> Any:
     """Segments for the kernels, in which no query sees a key beyond a length or in the padding of a block."""
-    given = pairs.query_lengths, pairs.key_lengths, pairs.query_segments
+    given = pairs.queries.length, pairs.keys.length, pairs.queries.segment
     if all(a is None for a in given) and x.k.shape[1] % _block_size(x.k.shape[1]) == 0:
         return None
 
@@ -244,21 +252,21 @@ def _segments(pairs: Pairs, x: Operands) -> Any:
         return jnp.broadcast_to(ids, (x.q.shape[0], ids.shape[1]))
 
     num_queries, num_keys = _sizes(x)
-    queries = padded_ids(num_queries, pairs.query_segments, pairs.query_lengths, _NO_QUERY)
-    return _kernels().SegmentIds(queries, padded_ids(num_keys, pairs.key_segments, pairs.key_lengths, _NO_KEY))
+    queries = padded_ids(num_queries, pairs.queries.segment, pairs.queries.length, _NO_QUERY)
+    return _kernels().SegmentIds(queries, padded_ids(num_keys, pairs.keys.segment, pairs.keys.length, _NO_KEY))
 
 
 def _scaled(q: Array, plan: Plan, bad: float) -> Array:
     return jnp.where(is_good(q, plan.scale), q.astype(jnp.float32) * plan.scale, bad).astype(q.dtype)
 
 
-def _run(config: Config, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    sizes, q = _sizes(x), _scaled(x.q, config.plan, jnp.nan)
+def _run(plan: Plan, interprets: Any, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+    sizes, q = _sizes(x), _scaled(x.q, plan, jnp.nan)
     # One NaN in a key is enough. Element by element, k and v are read once.
-    has_good_value = is_good(x.v) if x.v.shape == x.k.shape else are_good(x.v)[..., None]
+    has_good_value = is_good(x.v) if x.v.shape == x.k.shape else ~any_in_row(~is_good(x.v))[..., None]
     k = jnp.where(is_good(x.k) & has_good_value, x.k, jnp.nan)
-    mask_info, mask_function = _mask(config.plan.reach, sizes, False)
-    blocks, options = _kernels().BlockSizes(*map(_block_size, sizes)), (config.plan.soft_cap, config.interprets)
+    mask_info, mask_function = _mask(plan.reach, sizes, False)
+    blocks, options = _kernels().BlockSizes(*map(_block_size, sizes)), (plan.soft_cap, interprets)
     rest = None, _MASKED, False, blocks, None, needs_lse, mask_function, *options
     run: Any = jax.vmap(lambda *args: _function("forward")(mask_info, *args, *rest))
     results = run(*map(_heads_first, (q, k, cleaned(x.v))), _segments(pairs, x))
@@ -271,17 +279,16 @@ def _run(config: Config, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Ar
     return _time_first(o, sizes[0]), _time_first(lse, sizes[0])
 
 
-def _pull_back(config: Config, x: Operands, pairs: Pairs, results: Any, d: tuple[Array, Array]) -> Operands:
-    plan, sizes, (o, lse), (do, dlse) = config.plan, _sizes(x), results, d
-    needed = _contract.are_needed(do, dlse)[..., 0] & (lse != -jnp.inf)
-    used = needed & ~jnp.isnan(lse) & _contract.are_cotangents_good(do, dlse)
-    do, dlse = jnp.where(used[..., None], do, 0), jnp.where(used, dlse, 0)
-    delta = jnp.sum(jnp.where(used[..., None], o, 0).astype(jnp.float32) * do.astype(jnp.float32), -1) - dlse
-    lse = jnp.where(used, lse, jnp.where(needed, _BELOW_ALL, jnp.inf))
+def _pull_back(
+    plan: Plan, interprets: Any, x: Operands, pairs: Pairs, results: Any, d: tuple[Array, Array]
+) -> Operands:
+    sizes, (o, lse) = _sizes(x), results
+    found = Cotangents.of(*d, jnp.isnan(lse)[..., None], (lse == -jnp.inf)[..., None], o)
+    lse = jnp.where(found.used[..., 0], lse, jnp.where(found.needed[..., 0], _BELOW_ALL, jnp.inf))
     bq, bkv = map(_block_size, sizes)
     options = dict.fromkeys(("q_layout", "k_layout", "v_layout"), _kernels().QKVLayout.HEAD_DIM_MINOR)
     options |= {"bq": bq, "bkv": bkv, "is_mqa": False, "mask_value": _MASKED}
-    options |= {"attn_logits_soft_cap": plan.soft_cap, "interpret": config.interprets}
+    options |= {"attn_logits_soft_cap": plan.soft_cap, "interpret": interprets}
 
     def pull_back(name: str, in_reverse: bool, args: Any, **own: Any) -> Any:
         mask_info, mask_function = _mask(plan.reach, sizes, in_reverse)
@@ -295,7 +302,8 @@ def _pull_back(config: Config, x: Operands, pairs: Pairs, results: Any, d: tuple
     # Otherwise XLA would scale queries once for both passes, and store the result.
     q = _scaled(lax.optimization_barrier(x.q), plan, 0)
     operands = map(_heads_first, (q, cleaned(x.k), cleaned(x.v)))
-    rows = _heads_first(lse, jnp.inf), _heads_first(do), _heads_first(delta)
+    assert found.delta is not None
+    rows = _heads_first(lse, jnp.inf), _heads_first(found.do), _heads_first(found.delta[..., 0])
     over_batch: Any = jax.vmap(both)
     dq, dk, dv = over_batch(*operands, _segments(pairs, x), *rows)
     dq = (_time_first(dq, sizes[0]).astype(jnp.float32) * plan.scale).astype(x.q.dtype)

@@ -14,7 +14,8 @@ attention = masksafe.dot_product_attention
 
 def shrink_blocks(choose, size=4, **others):
     tiles = dict(query_tile=size, key_tile=size, key_tile_if_nothing_is_skipped=size, fewest_queries=size)
-    others = dict(most_weights_kept=0) | others
+    of_rows = dict(row_tile_logits_of_derivatives=8 * size, skipping_row_tile_logits=4 * size, alignment=1)
+    others = dict(most_weights_kept=0) | of_rows | others
     choose(attention=tiles | dict(in_turn_logits_of_one=1, in_turn_logits_of_all=1) | others)
 
 

@@ -12,8 +12,8 @@ from comparisons import assert_close
 from jax.sharding import AxisType, PartitionSpec
 from tiers import parametrize
 
-import masksafe
 from masksafe import attention_masks
+from masksafe.attention import _attention
 
 QUERY, KEY = np.arange(6)[:, None], np.arange(7)
 COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
@@ -43,10 +43,10 @@ def test_a_function_is_traced_once_and_compiled_once():
         return attention(*inputs, score_mod=mod)
 
     first = attend(jnp.array([1.0, 2.0]))
-    before = masksafe.attention._api._attend._cache_size()
+    before = _attention.attend._cache_size()
     second = attend(jnp.array([3.0, 4.0]))
     assert calls == [((), jnp.float32, jnp.int32)] * 2
-    assert masksafe.attention._api._attend._cache_size() == before
+    assert _attention.attend._cache_size() == before
     assert np.abs(first - second).max() > 1e-3
 
 

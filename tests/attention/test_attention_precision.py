@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, exact, normals, random_inputs, with_gradients
+from attention_cases import (
+    attention,
+    by_formula,
+    causal,
+    exact,
+    normals,
+    other_derivatives,
+    random_inputs,
+    with_gradients,
+)
+from comparisons import assert_close
 from tiers import parametrize
 
 import masksafe
@@ -122,3 +132,13 @@ def test_small_weights_of_float16_keep_their_digits_on_accelerators(choose):
     zeros, value = np.zeros((1, 4096, 1, 2), np.float16), normals(1, 4096, 1, 2).astype(np.float16)
     out = attention(zeros[:, :1], zeros, value)
     np.testing.assert_allclose(out[0, 0, 0], value.astype(np.float64).mean((0, 1, 2)), atol=2e-5)
+
+
+@pytest.mark.usefixtures("many_blocks")
+def test_other_derivatives_of_16_bits():
+    """Of slices of 16 bits, which some versions of XLA copy; tangents are rounded to 16 bits too."""
+    inputs, along = ([x.astype(jnp.bfloat16) for x in random_inputs(seed=seed)] for seed in (0, 3))
+    fn, definition = functools.partial(attention, is_causal=True), functools.partial(by_formula, causal(6, 7))
+    found = jax.jit(functools.partial(other_derivatives, fn))(tuple(inputs), tuple(along))
+    wide = [tuple(np.float32(x) for x in arrays) for arrays in (inputs, along)]
+    assert_close(found, jax.jit(functools.partial(other_derivatives, definition))(*wide), 0.1)

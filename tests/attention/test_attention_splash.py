@@ -32,7 +32,7 @@ from tiers import parametrize
 
 from masksafe._core import platforms
 from masksafe.attention import _splash
-from masksafe.attention._pairs import Pairs
+from masksafe.attention._pairs import Pairs, Side
 from masksafe.attention._plan import Operands, Plan
 
 T, S = 256, 384  # one block of queries, three of keys
@@ -169,13 +169,14 @@ def test_in_memory_of_nan(monkeypatch):
         return run
 
     monkeypatch.setattr(jax, "vmap", one_by_one)
-    names = "query_lengths", "key_lengths", "query_segments", "key_segments"
-    pairs = Pairs(**dict(zip(names, map(jnp.asarray, (*LENGTHS.values(), *IDS)), strict=True)))
-    plan = Plan(0.25, None, 0.0, (50, 100), platforms.choices().attention)
-    config = _splash.Config(plan, None, pltpu.InterpretParams(detect_races=True))
-    x = Operands(*map(jnp.asarray, inputs_of()))
-    results = jax.jit(functools.partial(_splash._run, config, True))(x, pairs)
-    dx = jax.jit(functools.partial(_splash._pull_back, config))(x, pairs, results, cotangents_of(CASES["all"][1]))
+    sides = (
+        Side(segment=jnp.asarray(ids), length=jnp.asarray(n)) for ids, n in zip(IDS, LENGTHS.values(), strict=True)
+    )
+    pairs, plan = Pairs(*sides), Plan(0.25, None, 0.0, (50, 100), platforms.choices().attention)
+    interprets, x = pltpu.InterpretParams(detect_races=True), Operands(*map(jnp.asarray, inputs_of()))
+    results = jax.jit(functools.partial(_splash._run, plan, interprets, True))(x, pairs)
+    pull_back = functools.partial(_splash._pull_back, plan, interprets)
+    dx = jax.jit(pull_back)(x, pairs, results, cotangents_of(CASES["all"][1]))
     assert_close((results, dx[:3]), clean_results("all"))
 
 

@@ -14,8 +14,9 @@ from tiers import parametrize
 
 import masksafe
 from masksafe._core import platforms
-from masksafe._core.tiles import divide
-from masksafe.attention._pairs import Pairs, unmasked_tiles
+from masksafe._core.tiles import Tile, even_size
+from masksafe.attention import _blocks
+from masksafe.attention._pairs import Pairs, Side, may_see
 from masksafe.attention._plan import Plan
 
 # Many devices.
@@ -92,35 +93,51 @@ def test_forward_mode_and_second_derivatives_hold_no_array_over_pairs():
 # Blocks.
 
 
-class SeenError(Exception):
-    """Ends a call as soon as its blocks are known."""
-
-
 @parametrize(("name", "size"), [("causal", 1)], exhaustive=[*zip(CASES, itertools.cycle((1, 2, 4)), strict=False)][1:])
 def test_blocks_with_nothing_unmasked_are_skipped(name, size, choose, monkeypatch):
     arguments, allowed = CASES[name]
+    firsts, original = [], _blocks.block_of
 
-    def spy(plan, pairs, queries, keys):
-        raise SeenError(unmasked_tiles(plan, pairs, queries, keys), queries, keys)
+    def spy(plan, own, places, *rest):
+        firsts.append([int(places[axis].first) for axis in "ts"])
+        return original(plan, own, places, *rest)
 
-    monkeypatch.setattr("masksafe.attention._schedule.unmasked_tiles", spy)
+    monkeypatch.setattr(_blocks, "block_of", spy)
     shrink_blocks(choose, size, in_turn_logits_of_all=2**30)
-    with jax.disable_jit(), pytest.raises(SeenError) as caught:
+    choose(form="cpu", executors_left_out=("formula",))
+    with jax.disable_jit():
         attention(*random_inputs(), **arguments)
-    live, queries, keys = caught.value.args
-    assert live.shape == (queries.number, keys.number)
     allowed = allowed.any((0, 1))
-    for i, j in np.ndindex(live.shape):
-        rows, columns = slice(i * queries.size, (i + 1) * queries.size), slice(j * keys.size, (j + 1) * keys.size)
-        has_some = allowed[rows, columns].any()
-        assert not has_some or live[i, j]
-        is_exact = name.split(",")[0] in ("causal", "window", "key lengths", "query lengths")
-        if is_exact and "segments" not in name:  # others may keep one in vain
-            assert has_some == bool(live[i, j])
+    queries, keys = (even_size(n, size) for n in allowed.shape)
+    is_exact = name.split(",")[0] in ("causal", "window", "key lengths", "query lengths") and "segments" not in name
+    is_exact &= allowed.shape[0] % queries == 0 == allowed.shape[1] % keys
+    for t, s in itertools.product(range(0, allowed.shape[0], queries), range(0, allowed.shape[1], keys)):
+        has_some, is_visited = allowed[t : t + queries, s : s + keys].any(), [t, s] in firsts
+        assert is_visited or not has_some
+        if is_exact:  # others may keep one in vain
+            assert has_some or not is_visited
+
+
+def test_queries_without_cotangents_skip_blocks_of_the_reverse_pass(choose, monkeypatch):
+    """Padding behind a causal mask needs no other mask, if the loss has one."""
+    firsts, original = [], _blocks.block_of
+
+    def spy(plan, own, places, *rest):
+        firsts.append(int(places["t"].first))
+        return original(plan, own, places, *rest)
+
+    shrink_blocks(choose, 2)
+    choose(form="cpu", executors_left_out=("formula",))
+    with jax.disable_jit():
+        _, pull_back = jax.vjp(functools.partial(attention, is_causal=True), *random_inputs(1, 6, 6))
+        monkeypatch.setattr(_blocks, "block_of", spy)
+        pull_back(jnp.zeros((1, 6, 2, 4)).at[:, 2:4].set(1))
+    assert set(firsts) == {2}
 
 
 def test_segments_in_order_skip_all_other_blocks():
     ids = jnp.arange(64)[None] // 8
-    plan, pairs = Plan(1.0, None, 0.0, None, platforms.AttentionSizes()), Pairs(query_segments=ids, key_segments=ids)
-    live = unmasked_tiles(plan, pairs, divide(64, 8), divide(64, 8))
-    np.testing.assert_array_equal(live, np.eye(8, dtype=bool))
+    plan, side = Plan(1.0, None, 0.0, None, platforms.AttentionSizes()), Side(segment=ids)
+    for i, j in np.ndindex(8, 8):
+        places = {axis: Tile(8 * start, 8, 8 * start, False) for axis, start in (("t", i), ("s", j))}
+        assert bool(may_see(plan, Pairs(side, side).at(places), places)) == (i == j)

@@ -287,7 +287,8 @@ def jaxprs(arrays, static):
     ],
     ids=str,
 )
-def test_keys_are_sent_as_far_as_a_window_reaches(static, hops, hops_of_sums):
+def test_keys_are_sent_as_far_as_a_window_reaches(static, hops, hops_of_sums, choose):
+    choose(form="cpu")
     forward, both_ways = jaxprs(inputs(), static)
     assert permutes(forward) == 2 * hops
     assert permutes(both_ways) == 2 * (2 * hops + hops_of_sums)

@@ -27,6 +27,7 @@ PLANS: dict[str, dict[str, Any]] = {
             **dict.fromkeys(("in_turn_logits_of_one", "in_turn_logits_of_all"), 1),
             "few_queries": 0,
             "most_weights_kept": 0,
+            **{"row_tile_logits_of_derivatives": 21, "skipping_row_tile_logits": 16, "alignment": 2},
         },
     },
     "accelerator": {
