@@ -28,8 +28,7 @@ from masksafe.attention._executors import executors_of
 from masksafe.attention._merge import with_sinks
 from masksafe.attention._mods import Mod
 from masksafe.attention._pairs import AXES, Pairs, by_heads, with_bias
-from masksafe.attention._plan import Executor, Kernels, Operands, Plan
-from masksafe.attention._ring import run_forward
+from masksafe.attention._plan import Choice, Executor, Kernels, Operands, Plan
 
 _ELSEWHERE = "the program is lowered for another platform than "
 
@@ -118,10 +117,10 @@ def _by_platform(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -> tup
     if finds_nans():  # the reverse pass may keep these arrays
         q, k, v, bias = jax.tree.map(_nan_as_infinity, x[:4])
         x = x._replace(q=q, k=k, v=v, bias=bias)
-    configs = {}
+    configs, with_bias_of_blocks = {}, with_bias(x, pairs)
     for platform in (None, "cpu", "cuda", "tpu"):
         there = plan._replace(on_accelerator=platform != "cpu")
-        configs[platform] = Config(there, *executors_of(platform, there, kernels, x, pairs))
+        configs[platform] = Config(there, *executors_of(platform, Choice(there, kernels, x, with_bias_of_blocks)))
     default = functools.partial(_attend, configs[None])
     others = {p: c for p, c in configs.items() if p is not None and c[1:] != configs[None][1:]}
     branches = {p: functools.partial(_attend, c) for p, c in others.items()}
@@ -168,13 +167,9 @@ def _reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tu
 
 
 def _plain(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    def attend(plan: Plan, x: Operands, pairs: Pairs) -> Any:
-        pairs = with_bias(x, pairs)
-        return _blocks.attend(plan, _rows.table(plan, x, pairs), x, pairs)
-
     q, k, v = map(without_sign_of_zero, x[:3])  # in their cotangents
     plan, x = config.plan._replace(is_plain=True), x._replace(q=q, k=k, v=v)
-    results = run_forward(attend, plan, x, pairs) if plan.ring else attend(plan, x, pairs)
+    results = _blocks.results(_rows.table, plan, x, pairs)
     o, lse = _rounded(plan, x, (results.o, results.lse))
     # A cotangent of a query without a key may be NaN.
     return jnp.where(lse[..., None] == -jnp.inf, 0, o), jnp.where(lse == -jnp.inf, -jnp.inf, lse)

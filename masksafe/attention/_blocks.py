@@ -10,6 +10,7 @@ keys is 24 steps: for each of 8 problems the blocks (0, 0), (512, 0) and (512, 5
 64]` and logits `[1, 1, 1, 512, 512]`, and changes 512 queries of o `[2, 1024, 4, 64]`, m and l `[2, 1024, 4, 1]`.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -112,19 +113,16 @@ def starts_of_problems(x: Operands, samples: int, heads: int) -> Iterator[tuple[
 
 
 def table_of(starts: Sequence[tuple[Any, ...]]) -> np.ndarray:
-    """The table of these starts, of four integers or six."""
-    return np.asarray([s if len(s) == 6 else (*s, *s[2:]) for s in starts], np.int32).reshape(-1, 6)
+    """The starts as an array, of any number of blocks."""
+    return np.asarray(starts, np.int32).reshape(-1, 6)
 
 
 def can_see(reach: Reach | None, queries: Tile, keys: Tile) -> bool:
     """Whether a query of a tile sees a key of another by a reach that compares indices."""
-    left, right = reach or (None, None)
     if reach is None:
         return True
-    last_query, last_key = queries.start + queries.size - 1, keys.start + keys.size - 1
-    return bool(
-        (right is None or keys.start <= last_query + right) and (left is None or last_key >= queries.start - left)
-    )
+    (left, right), last_query, last_key = reach, queries.start + queries.size - 1, keys.start + keys.size - 1
+    return bool(keys.start <= last_query + right and (left is None or last_key >= queries.start - left))
 
 
 def tiles_with_keys(reach: Reach | None, length: int, size: int, num_keys: int, alignment: int) -> list[Any]:
@@ -165,20 +163,16 @@ class InBlocks(NamedTuple):
     values: Executor | None = None  # then: what computes the values, if not the blocks
 
     def value(self, plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-        results = run_forward(self._attend, plan, x, pairs) if plan.ring else self._attend(plan, x, pairs)
-        return results.o, results.lse
+        found = results(self.table, plan, x, pairs)
+        return found.o, found.lse
 
     def forward(self, plan: Plan, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Array], Partial]:
         if self.values is not None:
             o, lse = self.values.value(plan, x, pairs)
             return (o, lse), Partial(o[..., :1], lse[..., None], lse[..., None])
-        results = run_forward(self._attend, plan, x, pairs) if plan.ring else self._attend(plan, x, pairs)
+        found = results(self.table, plan, x, pairs)
         # The output as a residual is not rounded, since delta depends on it.
-        return (results.o, results.lse), results._replace(o=results.o[..., :1]) if self.recomputes else results
-
-    def _attend(self, plan: Plan, x: Operands, pairs: Pairs) -> Partial:
-        pairs = with_bias(x, pairs)
-        return attend(plan, self.table(plan, x, pairs), x, pairs)
+        return (found.o, found.lse), found._replace(o=found.o[..., :1]) if self.recomputes else found
 
     def reverse(self, plan: Plan, x: Operands, pairs: Pairs, results: Partial, d: tuple[Array, Array]) -> Operands:
         # In a softmax that is computed again a query that sees no key has no weights.
@@ -244,8 +238,16 @@ def _with_query_heads(x: Operands, places: Places) -> Places:
 # The passes.
 
 
-def attend(plan: Plan, table: Table, x: Operands, pairs: Pairs) -> Partial:
+def results(make_table: Callable[..., Table], plan: Plan, x: Operands, pairs: Pairs) -> Partial:
     """The wide output `[B, T, N, width of v]`, with `m` and `l` `[B, T, N, 1]`; a query that sees no key has `l` 1."""
+    attend = functools.partial(_attend, make_table)
+    return run_forward(attend, plan, x, pairs) if plan.ring else attend(plan, x, pairs)
+
+
+def _attend(make_table: Callable[..., Table], plan: Plan, x: Operands, pairs: Pairs) -> Partial:
+    """The same, for the keys of one device."""
+    pairs = with_bias(x, pairs)
+    table = make_table(plan, x, pairs)
     is_whole = table.is_whole(x)
     # Blocks of several sizes would each clean the same keys; others do it in the cache, or in one kernel.
     has_sizes = len(table.blocks) > 1 and not plan.is_plain
@@ -281,13 +283,13 @@ def attend(plan: Plan, table: Table, x: Operands, pairs: Pairs) -> Partial:
                 before = Partial(*(queries_by_problem(cut(a, _QUERIES, at), num_key_heads) for a in state))
                 # Otherwise XLA would copy all of m in each step.
                 new = compute(before._replace(m=platforms.unfused(before.m)))
-            results = Partial(*map(queries_by_user, new))
+            by_user = Partial(*map(queries_by_user, new))
             if is_whole:
-                return results
-            return Partial(*(put(a, b, _QUERIES, at) for a, b in zip(state, results, strict=True)))
+                return by_user
+            return Partial(*(put(a, b, _QUERIES, at) for a, b in zip(state, by_user, strict=True)))
 
-        live = may_see(plan, own, places) if table.skips else None
-        return step(state) if live is None else if_any(live, step, state)
+        condition = may_see(plan, own, places) if table.skips else None
+        return step(state) if condition is None else if_any(condition, step, state)
 
     if is_whole:
         return visit(None, table.blocks[0].places({}))
@@ -325,10 +327,10 @@ def pull_back(plan: Plan, table: Table, x: Operands, rows: Rows, pairs: Pairs) -
             captured = tuple(a + b.astype(a.dtype) for a, b in zip(sums.captured, d.captured, strict=True))
             return Operands(dq, dk, dv, bias, captured)
 
-        live = may_see(plan, own, places) if table.skips else None
+        condition = may_see(plan, own, places) if table.skips else None
         if table.skips and rows.m is not None:  # a loss masks padded queries, behind which a causal mask needs no other
-            live = both(live, any_takes_part(*(cut(a, _QUERIES, at) for a in (rows.m, rows.l))))
-        return step(sums) if live is None else if_any(live, step, sums)
+            condition = both(condition, any_takes_part(*(cut(a, _QUERIES, at) for a in (rows.m, rows.l))))
+        return step(sums) if condition is None else if_any(condition, step, sums)
 
     def zeros(a: Array) -> Array:
         with jax.numpy_dtype_promotion("standard"):  # a bias may have 16 bits

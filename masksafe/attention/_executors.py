@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from masksafe._core import platforms
 from masksafe.attention import _callable, _cudnn, _formula, _loop, _rows, _splash, _weights_kept
-from masksafe.attention._pairs import Pairs, with_bias
-from masksafe.attention._plan import Choice, Executor, Kernels, Operands, Plan
+from masksafe.attention._plan import Choice, Executor
 
 
 class Entry(NamedTuple):
@@ -33,11 +32,8 @@ TABLE = {
 }
 
 
-def executors_of(
-    platform: str | None, plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs
-) -> tuple[Executor, Executor]:
+def executors_of(platform: str | None, choice: Choice) -> tuple[Executor, Executor]:
     """What computes values alone, and what gradients, in a program for a platform; None: for one not in the table."""
-    choice = Choice(plan, kernels, x, with_bias(x, pairs))
     for name, entry in TABLE.items():
         if entry.platform in (None, platform) and name not in platforms.choices().executors_left_out:
             executor = entry.choose(choice)

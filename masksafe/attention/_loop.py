@@ -30,14 +30,14 @@ from masksafe.attention._plan import Choice, Operands, Plan
 def choose(choice: Choice) -> InBlocks:
     """The executor. If a problem is one block, the reverse pass needs no more of the values than which are bad."""
     plan, x, pairs = choice[:1] + choice[2:4]
-    blocks = table(plan, x, pairs, in_reverse=True).blocks[0]
-    is_one_block = plan.ring is None and (blocks.queries, blocks.keys) == (x.q.shape[1], x.k.shape[1])
+    *_, queries, keys = _sizes(plan, x, pairs, in_reverse=True)
+    is_one_block = plan.ring is None and (queries, keys) == (x.q.shape[1], x.k.shape[1])
     return InBlocks(table, recomputes=is_one_block, values=choice.values if is_one_block else None)
 
 
 def table(plan: Plan, x: Operands, pairs: Pairs, *, in_reverse: bool = False) -> Table:
     """The blocks of a pass."""
-    samples, heads, queries, keys = _sizes(plan, x, pairs, in_reverse)
+    samples, heads, queries, keys = _sizes(plan, x, pairs, in_reverse=in_reverse)
     (_, T, _, _), (_, S, _, _) = x.q.shape, x.k.shape
     merges, reach = keys != S, static_reach(plan, pairs) if isinstance(T, int) and isinstance(S, int) else None
     tiles = [(t, s) for s in divide(S, keys).all for t in divide(T, queries).all if can_see(reach, t, s)]
@@ -49,7 +49,7 @@ def table(plan: Plan, x: Operands, pairs: Pairs, *, in_reverse: bool = False) ->
     return Table([blocks], merges, skips=(queries, keys) != (T, S))
 
 
-def _sizes(plan: Plan, x: Operands, pairs: Pairs, in_reverse: bool) -> tuple[int, int, int, int]:
+def _sizes(plan: Plan, x: Operands, pairs: Pairs, *, in_reverse: bool) -> tuple[int, int, int, int]:
     """How many samples, key heads, queries and keys a block has."""
     sizes, (batch, T, N, _), (_, S, K, width) = plan.sizes, x.q.shape, x.k.shape
     rows, has_masks, loops = T * N // max(1, K), masks_any(plan, pairs), may_loop((x, pairs))

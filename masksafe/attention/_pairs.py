@@ -70,9 +70,10 @@ class Pairs(NamedTuple):
         return self.allowed is None and self.bias is None and self.mask_mod is None
 
     @property
-    def are_intervals(self) -> bool:
-        """Whether each query sees an interval of keys: the reach compares indices, and else there are lengths alone."""
-        return self.have_bounds_alone and self.compare_indices and self.queries.segment is None
+    def mask_nothing(self) -> bool:
+        """Whether at most the reach masks pairs."""
+        lengths = self.queries.length, self.keys.length
+        return self.have_bounds_alone and self.queries.segment is None and all(x is None for x in lengths)
 
     @property
     def compare_indices(self) -> bool:
@@ -80,9 +81,14 @@ class Pairs(NamedTuple):
         return all(x is None for side in (self.queries, self.keys) for x in side[:2])
 
     @property
+    def are_intervals(self) -> bool:
+        """Whether each query sees an interval of keys: the reach compares indices, and else there are lengths alone."""
+        return self.have_bounds_alone and self.compare_indices and self.queries.segment is None
+
+    @property
     def have_no_arrays(self) -> bool:
         """Whether the reach alone, which compares indices, masks pairs."""
-        return self.are_intervals and self.queries.length is None and self.keys.length is None
+        return self.mask_nothing and self.compare_indices
 
 
 OVER_PAIRS = "bkgts"
@@ -274,13 +280,7 @@ def block_of(plan: Plan, own: Pairs, places: dict[str, Tile], is_bad: Array | No
 
 def masks_any(plan: Plan, pairs: Pairs) -> bool:
     """Whether a pair may be masked."""
-    return (
-        plan.reach is not None
-        or not pairs._replace(
-            queries=pairs.queries._replace(index=None, position=None),
-            keys=pairs.keys._replace(index=None, position=None),
-        ).have_no_arrays
-    )
+    return plan.reach is not None or not pairs.mask_nothing
 
 
 def static_reach(plan: Plan, pairs: Pairs) -> Reach | None:

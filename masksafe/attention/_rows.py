@@ -33,7 +33,7 @@ def table(plan: Plan, x: Operands, pairs: Pairs, *, in_reverse: bool = False) ->
     """The blocks of a pass."""
     sizes, (batch, T, N, _), (_, S, K, _) = plan.sizes, x.q.shape, x.k.shape
     if not all(isinstance(n, int) for n in (batch, T, N, S)):
-        return Table([Blocks(batch, K, T, S, table_of([(0, 0, 0, 0)]))], merges=False)
+        return Table([Blocks(batch, K, T, S, table_of([(0,) * 6]))], merges=False)
     reach = static_reach(plan, pairs)
     most = sizes.row_tile_logits if plan.on_accelerator else sizes.row_tile_logits_of_derivatives
     problems = most * (1 if reach is None else sizes.skipping_row_tiles) * batch * K // max(1, batch * N * T * S)
