@@ -11,7 +11,7 @@ from masksafe._segments._extrema import segment_max, segment_min
 from masksafe._segments._softmax import segment_log_softmax, segment_logsumexp, segment_softmax
 from masksafe._segments._sums import segment_mean, segment_sum
 from masksafe._segments._variance import segment_standardize, segment_var
-from masksafe._selection import apply_where, mask_where
+from masksafe._selection import apply_where, keep, mask_where
 from masksafe._sequences import length_mask, next_tokens
 from masksafe._softmax import log_softmax, logmeanexp, logsumexp, softmax
 from masksafe.attention import dot_product_attention, merge_attention, undo_zigzag, zigzag
@@ -31,6 +31,7 @@ __all__ = [
     "dot_product_attention",
     "forward_mode",
     "group_norm",
+    "keep",
     "l2_normalize",
     "label_checks",
     "layer_norm",

@@ -10,9 +10,51 @@ import numpy as np
 from jax import lax
 
 from masksafe._core.arguments import as_array, as_operand, broadcast_shapes, check_broadcasts_to, message
-from masksafe._core.masks import as_mask, first_of
+from masksafe._core.masks import as_mask, first_of, read_mask
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
+
+
+@public_op
+def keep(x: ArrayLike, *, where: ArrayLike, value: ArrayLike = 0) -> Array:
+    r"""Keeps the unmasked elements of an array, and replaces the masked ones, whatever they hold.
+
+    .. math::
+      \text{out}_i = \begin{cases} x_i & \text{where}_i \\ \text{value}_i & \text{otherwise} \end{cases}
+
+    It is a selection, not arithmetic: a NaN under the mask reaches neither value nor gradient, and a NaN elsewhere
+    stays. One such line where padding enters a model makes the rest of the model safe.
+
+    Args:
+      x: the array, of any dtype.
+      where: booleans that broadcast to the shape of `x`; False is replaced.
+      value: what stands there instead, a number or an array that broadcasts to the shape of `x`.
+
+    Returns:
+      An array of the shape of `x`, of the dtype to which JAX promotes `x` and `value`; the default value is False for
+      booleans. The gradient with respect to `x` is exactly 0 where the mask is False, and that with respect to `value`
+      where it is True.
+
+    Raises:
+      TypeError: if `where` is not boolean.
+      ValueError: if `where` or `value` does not broadcast to the shape of `x`.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x = jnp.array([1.0, jnp.nan, jnp.nan])
+      >>> print(masksafe.keep(x, where=jnp.array([True, False, True])))
+      [ 1.  0. nan]
+
+    References:
+      `jax.numpy.where <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.where.html>`_.
+    """
+    op = "keep"
+    x, value = as_array(op, "x", x), as_operand(op, "value", value)
+    where = read_mask(op, as_mask(op, "where", where), x.shape)
+    check_broadcasts_to(op, "value", np.shape(value), x.shape, "x")
+    if x.dtype == jnp.bool_ and type(value) is int and value == 0:
+        value = False
+    return _select(where, x, value)
 
 
 @public_op
@@ -23,7 +65,7 @@ def mask_where(mask: ArrayLike, x: ArrayLike, y: ArrayLike) -> Array:
       \text{out}_i = \begin{cases} y_i & \text{mask}_i \\ x_i & \text{otherwise} \end{cases}
 
     This is a selection, not arithmetic: a NaN under the mask reaches neither value nor gradient, and a NaN elsewhere
-    stays. The three arguments broadcast together.
+    stays. The three arguments broadcast together. `keep` has the other polarity, that of `where` in every other op.
 
     Args:
       mask: booleans, True where `x` is to be replaced.

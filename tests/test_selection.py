@@ -1,4 +1,4 @@
-"""mask_where and apply_where: dtypes, shapes, functions. The table has the contract."""
+"""keep, mask_where and apply_where: dtypes, shapes, functions. The table has the contract."""
 
 import chex
 import jax
@@ -19,12 +19,50 @@ def test_every_dtype():
     @jax.jit
     def ones_for_zeros(numbers):
         one = {d: jnp.ones((), d) for d in numbers}
-        of_mask = {d: masksafe.mask_where(x == 0, x, one[d]) for d, x in numbers.items()}
-        return of_mask, {d: masksafe.apply_where(x != 0, x, lambda x: x, fill_value=one[d]) for d, x in numbers.items()}
+        return (
+            {d: masksafe.keep(x, where=x != 0, value=one[d]) for d, x in numbers.items()},
+            {d: masksafe.mask_where(x == 0, x, one[d]) for d, x in numbers.items()},
+            {d: masksafe.apply_where(x != 0, x, lambda x: x, fill_value=one[d]) for d, x in numbers.items()},
+        )
 
     expected = {d: np.where(x != 0, x, np.ones((), x.dtype)) for d, x in numbers.items()}
     for results in ones_for_zeros(numbers):
         chex.assert_trees_all_equal(results, expected, strict=True)
+
+
+# keep
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keep_leaves_zeros_of_the_dtype(dtype):
+    x = np.ones((2, 3), jnp.dtype(dtype))
+    out = masksafe.keep(x, where=MASK)
+    chex.assert_trees_all_equal(out, np.where(MASK, x, np.zeros((), x.dtype)), strict=True)
+
+
+def test_keep_has_the_gradient_of_what_it_took():
+    value = np.array([2.0, 3.0, 4.0], np.float32)
+    out, gradients = jax.value_and_grad(
+        lambda x, value: (masksafe.keep(x, where=MASK[:1], value=value) ** 2).sum(), (0, 1)
+    )(X, value)
+    np.testing.assert_allclose(out, (np.where(MASK[:1], X, value) ** 2).sum(), rtol=1e-6)
+    np.testing.assert_allclose(gradients[0], np.where(MASK[:1], 2 * X, 0), rtol=1e-6)
+    np.testing.assert_allclose(gradients[1], np.where(MASK[0], 0, 4 * value), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"where": None}, TypeError, "where: got type NoneType"),
+        ({"where": np.ones((2, 3))}, TypeError, "where: got dtype float"),
+        ({"where": np.ones((4, 2, 3), bool)}, ValueError, r"where: got shape \(4, 2, 3\)"),
+        ({"where": MASK, "value": np.ones((4, 2, 3))}, ValueError, r"value: got shape \(4, 2, 3\)"),
+        ({"where": MASK, "value": "0"}, TypeError, "value: got type str"),
+    ],
+)
+def test_keep_refuses(arguments, error, text):
+    with pytest.raises(error, match=f"^keep: {text}"):
+        masksafe.keep(X, **arguments)
 
 
 # mask_where

@@ -25,6 +25,10 @@ IN_BOTH = {"float32": ("tiny", "middle", "large"), "bfloat16": ("large",)}
 SIZES = {"tiny": (8, 10), "middle": (4096, 256), "large": (8192, 2048)}
 SOFTMAX = dict.fromkeys(("softmax", "log_softmax", "logsumexp"), jax.nn) | dict.fromkeys(("mean", "sum", "var"), jnp)
 MORE: dict[str, dict[str, Formula]] = {
+    "keep": {
+        "masksafe": lambda x, where: masksafe.keep(x, where=where),
+        "JAX": lambda x, where: jnp.where(where, x, 0),
+    },
     "mask_where": {
         "masksafe": lambda x, y, mask: masksafe.mask_where(mask, x, y),
         "JAX": lambda x, y, mask: jnp.where(mask, y, x),
@@ -42,7 +46,7 @@ MORE: dict[str, dict[str, Formula]] = {
         "JAX": lambda x, where: (jnp.var(x, -1, where=where), jnp.mean(x, -1, where=where)),
     },
 }
-ALWAYS_MASKED = ("mask_where", "apply_where")
+ALWAYS_MASKED = ("keep", "mask_where", "apply_where")
 
 
 def prepare(name: str, mask: str, dtype: str, shape: tuple[int, int]) -> Work:

@@ -840,6 +840,14 @@ OPS = {
         SOME_ROWS,
         of.rows_times_matrices,
     ),
+    "keep": Op(
+        lambda w, x: masksafe.keep(x, where=w),
+        {"x": masked(X)},
+        ELEMENTS,
+        of.elementwise(lambda x: x),
+        outputs=("element",),
+        may_be_unmasked=False,
+    ),
     "mask_where": Op(
         lambda w, x: masksafe.mask_where(~w, x, np.zeros((), x.dtype)),
         {"x": masked(X)},

@@ -54,6 +54,7 @@ def ops() -> None:
     assert_type(masksafe.layer_norm(X, where=KEEP[:, None], axis_name=("data", "model")), jax.Array)
     assert_type(masksafe.softmax(X, -1, where=KEEP[:, None]), jax.Array)
     assert_type(masksafe.segment_sum(X, LABELS, 3), jax.Array)
+    assert_type(masksafe.keep(X, where=KEEP[:, None]), jax.Array)
     assert_type(masksafe.mask_where(KEEP, LABELS, 0), jax.Array)
     masksafe.mean(X, keepdim=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     masksafe.softmax(X, mask=KEEP)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
