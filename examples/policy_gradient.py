@@ -67,9 +67,9 @@ def masksafe_loss(features: jax.Array, kernel: jax.Array, batch: Batch, config: 
     log_probs, entropies = masksafe.losses.linear_log_probs(
         features, kernel, batch.labels, where=where, temperature=config.temperature, with_entropy=True
     )
-    ratio = jnp.exp(masksafe.mask_where(~where, log_probs - batch.old_log_probs, 0))
+    ratio = jnp.exp(masksafe.keep(log_probs - batch.old_log_probs, where=where))
     gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - config.clip, 1 + config.clip) * advantages)
-    to_ref = masksafe.mask_where(~where, batch.ref_log_probs - log_probs, 0)
+    to_ref = masksafe.keep(batch.ref_log_probs - log_probs, where=where)
     kl = jnp.expm1(to_ref) - to_ref  # an estimate that is never negative
     loss = masksafe.mean(config.kl_weight * kl - gain, where=where)
     return loss, Parts(masksafe.mean(kl, where=where), masksafe.mean(entropies, where=where))

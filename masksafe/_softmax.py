@@ -12,8 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms, softmaxes
-from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.masks import Weighting, read_mask, selected
+from masksafe._core.arguments import (
+    as_array,
+    as_bool,
+    as_empty_value,
+    as_promoted_float_array,
+    broadcast_shapes,
+    canonical_axes,
+)
+from masksafe._core.groups import with_value_of_empty
+from masksafe._core.masks import Weighting, both, read_mask, selected
 from masksafe._core.moments import Rows, nonzero_divisor, total_weight
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -29,6 +37,8 @@ def logsumexp(
     keepdims: bool = False,
     return_sign: Literal[False] = False,
     where: ArrayLike | None = None,
+    *,
+    empty_value: ArrayLike | None = None,
 ) -> Array: ...
 
 
@@ -41,6 +51,7 @@ def logsumexp(
     *,
     return_sign: Literal[True],
     where: ArrayLike | None = None,
+    empty_value: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
 
 
@@ -53,6 +64,7 @@ def logsumexp(
     *,
     return_sign: bool,
     where: ArrayLike | None = None,
+    empty_value: ArrayLike | None = None,
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -64,8 +76,10 @@ def logsumexp(
     keepdims: bool = False,
     return_sign: bool = False,
     where: ArrayLike | None = None,
+    *,
+    empty_value: ArrayLike | None = None,
 ) -> Array | tuple[Array, Array]:
-    r"""The log of the sum of exponentials of the unmasked elements; -inf if there are none.
+    r"""The log of the sum of exponentials of the unmasked elements; -inf, or `empty_value`, if there are none.
 
     .. math:: \log \sum_{i : \text{where}_i} b_i \, e^{a_i}
 
@@ -77,15 +91,17 @@ def logsumexp(
       return_sign: return the logarithm of the sum's magnitude, and the sign as well.
       where: booleans that broadcast to the shape of `a` (and `b`), trailing axes first; False is masked, None masks
         nothing.
+      empty_value: the result where all is masked, as for `masksafe.max`: inside a model 0.
 
     Returns:
       An array of the dtype of `a` (and `b`); float16 and bfloat16 are computed in float32 and rounded once. With
-      `return_sign`, a tuple of it and the sign: 1, -1, or 0 where the sum is 0; for a complex sum, the sum divided by
-      its magnitude. Without `return_sign` a negative sum gives NaN. The gradient is the softmax; it is exactly 0 with
-      respect to masked elements, and in a row that is fully masked or -inf throughout.
+      `return_sign`, a tuple of it and the sign: 1, -1, or 0 where the sum is 0, whatever `empty_value` is; for a
+      complex sum, the sum divided by its magnitude. Without `return_sign` a negative sum gives NaN. The gradient is the
+      softmax; it is exactly 0 with respect to masked elements, and in a row that is fully masked or -inf throughout.
 
     Raises:
-      TypeError: if `a` or `b` is not an array of numbers or `where` is not boolean.
+      TypeError: if `a` or `b` is not an array of numbers, `where` is not boolean, or the dtype of the result does not
+        hold `empty_value`.
       ValueError: if the shapes do not broadcast, or `axis` is out of range.
 
     Example:
@@ -104,12 +120,21 @@ def logsumexp(
     shape = a.shape if b is None else broadcast_shapes(op, a=a.shape, b=b.shape)
     axes, where = canonical_axes(op, axis, len(shape)), read_mask(op, where, shape, "a")
     keepdims, return_sign = as_bool(op, "keepdims", keepdims), as_bool(op, "return_sign", return_sign)
-    return _reduce_exps(axes, keepdims, return_sign, a, b, where)
+    dtype = a.dtype if b is None else jnp.result_type(a, b)
+    empty = as_empty_value(op, empty_value, jnp.finfo(dtype).dtype if return_sign else dtype)
+    return _reduce_exps(axes, keepdims, return_sign, a, b, where, empty)
 
 
 @public_op
-def logmeanexp(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None, keepdims: bool = False) -> Array:
-    r"""The log of the mean of exponentials of the unmasked elements; -inf if there are none.
+def logmeanexp(
+    x: ArrayLike,
+    axis: Axis | None = None,
+    where: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    empty_value: ArrayLike | None = None,
+) -> Array:
+    r"""The log of the mean of exponentials of the unmasked elements; -inf, or `empty_value`, if there are none.
 
     .. math:: \log \frac{1}{n} \sum_{i : \text{where}_i} e^{x_i}, \qquad n = |\{i : \text{where}_i\}|
 
@@ -118,13 +143,15 @@ def logmeanexp(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None =
       axis: an axis, a tuple of axes, or None (the default) for all of them.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       keepdims: keep the reduced axes, with size 1.
+      empty_value: the result where all is masked, as for `masksafe.max`: inside a model 0.
 
     Returns:
       An array of the dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. The gradient is the
       softmax; it is exactly 0 with respect to masked elements, and in a row that is fully masked or -inf throughout.
 
     Raises:
-      TypeError: if `x` is not an array of numbers or `where` is not boolean.
+      TypeError: if `x` is not an array of numbers, `where` is not boolean, or the dtype of the result does not hold
+        `empty_value`.
       ValueError: if `where` does not broadcast to the shape of `x`, or `axis` is out of range.
 
     Example:
@@ -141,7 +168,7 @@ def logmeanexp(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None =
     op = "logmeanexp"
     x = _as_numbers(op, "x", x)
     axes, where = canonical_axes(op, axis, x.ndim), read_mask(op, where, x.shape)
-    return _mean_exps(axes, as_bool(op, "keepdims", keepdims), x, where)
+    return _mean_exps(axes, as_bool(op, "keepdims", keepdims), x, where, as_empty_value(op, empty_value, x.dtype))
 
 
 @public_op
@@ -192,7 +219,7 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
     Returns:
       An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. The
       gradient with respect to a masked element is exactly 0, whatever its cotangent. A later product with a target of
-      0 is 0 * -inf = NaN at a masked element: select before the product (`masksafe.mask_where`), or use
+      0 is 0 * -inf = NaN at a masked element: select before the product (`masksafe.keep`), or use
       `masksafe.losses`. The unmasked elements of a row are NaN if one of them is NaN or +inf, or if all of them are
       -inf.
 
@@ -232,36 +259,48 @@ def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
 
 @jitted(0, 1, 2)
 def _reduce_exps(
-    axes: Axes, keepdims: bool, return_sign: bool, a: Array, b: Array | None, where: Array | None
+    axes: Axes,
+    keepdims: bool,
+    return_sign: bool,
+    a: Array,
+    b: Array | None,
+    where: Array | None,
+    empty_value: Array | None,
 ) -> Array | tuple[Array, Array]:
     """The logsumexp over `axes`, which stay with `keepdims`, and with `return_sign` its sign."""
     if b is None and not jnp.iscomplexobj(a):
         result = wide_logsumexp(axes, a, where).astype(a.dtype)
         sign = jnp.where(jnp.isnan(result), result, (result > -jnp.inf).astype(result.dtype))
     else:
+        if b is not None:
+            a, b = jnp.broadcast_arrays(a, b)
+            where = both(where, b != 0)
         result, sign = _signed_logsumexp(axes, return_sign, a, b, where)
+    result = with_value_of_empty(Rows(axes), result, a, where, empty_value)
     if not keepdims:
         result, sign = jnp.squeeze(result, axes), jnp.squeeze(sign, axes)
     return (result, sign) if return_sign else result
 
 
 @jitted(0, 1)
-def _mean_exps(axes: Axes, keepdims: bool, x: Array, where: Array | None) -> Array:
+def _mean_exps(axes: Axes, keepdims: bool, x: Array, where: Array | None, empty_value: Array | None) -> Array:
     wide = _signed_logsumexp(axes, False, x, None, where)[0] if jnp.iscomplexobj(x) else wide_logsumexp(axes, x, where)
     number = total_weight(widened(x), axes, Weighting(where, None))
     result = (wide - jnp.log(nonzero_divisor(number)).astype(wide.dtype)).astype(x.dtype)
+    result = with_value_of_empty(Rows(axes), result, x, where, empty_value)
     return result if keepdims else jnp.squeeze(result, axes)
 
 
 def _signed_logsumexp(
     axes: Axes, return_sign: bool, a: Array, b: Array | None, where: Array | None
 ) -> tuple[Array, Array]:
-    """The logarithm and sign of a sum that may be negative or complex; differentiated by JAX's own rules."""
-    a = a if b is None else jnp.broadcast_to(a, jnp.broadcast_shapes(a.shape, b.shape))
+    """The logarithm and sign of a sum that may be negative or complex; differentiated by JAX's own rules.
+
+    A factor of 0 is masked.
+    """
     dtype = a.dtype if b is None else jnp.result_type(a, b)
     unmasked = jnp.ones_like(a, bool) if where is None else jnp.broadcast_to(where, a.shape)
-    factor = jnp.ones_like(unmasked, dtype) if b is None else jnp.broadcast_to(b, a.shape).astype(dtype)
-    unmasked &= factor != 0
+    factor = jnp.ones_like(unmasked, dtype) if b is None else b.astype(dtype)
     wide, factor = widened(selected(a.astype(dtype), unmasked)), widened(factor)
 
     largest = jnp.max(selected(lax.stop_gradient(wide.real), unmasked, -jnp.inf), axes, keepdims=True, initial=-jnp.inf)

@@ -100,13 +100,13 @@ def right_advantages(rewards: np.ndarray, where: np.ndarray) -> np.ndarray:
 
 
 def clipped_loss(new: Any, old: Any, advantages: Any, where: Any) -> Any:
-    ratio = jnp.exp(masksafe.mask_where(~where, new - old, 0.0))
+    ratio = jnp.exp(masksafe.keep(new - old, where=where))
     clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
     return masksafe.mean(-jnp.minimum(ratio * advantages, clipped * advantages), where=where)
 
 
 def k3(new: Any, ref: Any, where: Any) -> Any:
-    d = masksafe.mask_where(~where, ref - new, 0.0)
+    d = masksafe.keep(ref - new, where=where)
     return masksafe.mean(jnp.expm1(d) - d, where=where)
 
 
@@ -122,7 +122,7 @@ def group_relative(rewards: Any, where: Any) -> Any:
     variance = masksafe.var(rewards, axis=1, where=where, correction=1, keepdims=True)
     std = masksafe.apply_where(variance != 0, variance, jnp.sqrt, fill_value=0.0)
     centred = rewards - masksafe.mean(rewards, axis=1, where=where, keepdims=True)
-    return jax.lax.stop_gradient(masksafe.mask_where(~where, centred, 0.0) / (std + EPSILON))
+    return jax.lax.stop_gradient(masksafe.keep(centred, where=where) / (std + EPSILON))
 
 
 def entropy(logits: Any) -> Any:

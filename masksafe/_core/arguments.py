@@ -90,6 +90,29 @@ def _is_of(kind: type, dtype: DType) -> bool:
     return bool(jnp.issubdtype(dtype, kind))
 
 
+def as_empty_value(op: str, value: object, dtype: DType) -> Any:
+    """The argument `empty_value` of an op, a scalar in the dtype of its result, or None."""
+    if value is None:
+        return None
+    array, is_float = as_array(op, "empty_value", value), _is_of(jnp.inexact, dtype)
+    if array.ndim:
+        raise ValueError(message(op, "empty_value", f"shape {array.shape}", "a number, or an array of shape ()"))
+    is_refused = _is_of(jnp.complexfloating, array.dtype) and not _is_of(jnp.complexfloating, dtype)
+    if isinstance(array, jax.core.Tracer):
+        with jax.numpy_dtype_promotion("standard"):
+            is_refused |= not is_float and jnp.promote_types(array.dtype, dtype) != dtype
+        held, found = array, f"dtype {array.dtype}"
+    else:
+        given = np.asarray(value)  # as it was given: JAX may round it
+        with np.errstate(all="ignore"):
+            held = given if is_refused else given.astype(dtype)
+        is_refused |= not (np.isfinite(held) == np.isfinite(given) if is_float else held == given)
+        found = f"value {value}"
+    if is_refused:
+        raise TypeError(message(op, "empty_value", found, f"a number that {dtype} holds, the dtype of the result"))
+    return held.astype(dtype)
+
+
 def as_integer_array(op: str, argument: str, value: object, hint: str = "") -> Array:
     """`value` as an array of integers."""
     array = as_array(op, argument, value)

@@ -2,6 +2,9 @@
 
 from typing import Protocol
 
+import jax.numpy as jnp
+from jax import lax
+
 from masksafe._core.typing import Array
 
 
@@ -10,6 +13,9 @@ class Groups(Protocol):
 
     def unmasked(self, x: Array, where: Array | None) -> Array | None:
         """Which elements are unmasked; None: all."""
+
+    def have_unmasked(self, x: Array, where: Array | None) -> Array:
+        """Which groups have an unmasked element, on any device."""
 
     def sum(self, x: Array) -> Array:
         """The sum of each group, over all devices."""
@@ -25,3 +31,13 @@ class Groups(Protocol):
 
     def gathered_to_unmasked(self, values: Array, x: Array, where: Array | None) -> Array:
         """The value of its group for each element of `x`; 0 where masked. Linear, with a sum as its transpose."""
+
+
+def with_value_of_empty(groups: Groups, results: Array, x: Array, where: Array | None, value: Array | None) -> Array:
+    """The result of each group, but a value without a derivative for an empty one; None: as they are.
+
+    The mask tells, not the result: an unmasked infinity stays.
+    """
+    if value is None:
+        return results
+    return jnp.where(groups.have_unmasked(x, where), results, lax.stop_gradient(value))

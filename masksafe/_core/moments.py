@@ -114,6 +114,10 @@ class Rows(NamedTuple):
     def unmasked(self, x: Array, where: Array | None) -> Array | None:
         return where
 
+    def have_unmasked(self, x: Array, where: Array | None) -> Array:
+        unmasked = jnp.ones_like(x, bool) if where is None else jnp.broadcast_to(where, x.shape)
+        return self.devices.any(run_time.any_of(unmasked, self.axes, keepdims=True))
+
     def sum(self, x: Array) -> Array:
         return self.sums(x)[0]
 

@@ -27,7 +27,7 @@ _OURS = {
 }
 _HINTS = {
     "dtype": "Convert the array: masksafe.{op}(x.astype(dtype)). 16 bits are summed in float32 without it.",
-    "initial": "Combine the result with it, as in jnp.maximum(masksafe.max(x), initial).",
+    "initial": "Combine the result with it, as in jnp.maximum(masksafe.max(x), initial). For empty rows: empty_value.",
     "key_padding_mask": "There True masks, here it keeps: mask=~key_padding_mask[:, None, None, :].",
     "out": "JAX does not write into arrays: use the result.",
     "unbiased": "unbiased=True is correction=1, False is correction=0.",

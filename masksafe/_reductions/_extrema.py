@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from masksafe._core import arguments, run_time
+from masksafe._core.arguments import as_empty_value
 from masksafe._core.extrema import extremum, over_devices
+from masksafe._core.groups import with_value_of_empty
 from masksafe._core.moments import Rows
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
@@ -21,8 +23,9 @@ def max(  # noqa: A001
     *,
     axis_name: AxisName = None,
     keepdims: bool = False,
+    empty_value: ArrayLike | None = None,
 ) -> Array:
-    r"""The largest unmasked element; -inf if there are none.
+    r"""The largest unmasked element; -inf, or `empty_value`, if there are none.
 
     .. math:: \max_{i : \text{where}_i} x_i
 
@@ -33,14 +36,17 @@ def max(  # noqa: A001
       axis_name: the mesh axis, or a tuple of them, over whose devices the reduction extends as well, inside
         `jax.shard_map`; or the named axis of a `jax.vmap`. All elements of a device may be masked.
       keepdims: keep the reduced axes, with size 1.
+      empty_value: the maximum where all is masked, on all devices: a number, or an array of shape `()`, that the dtype
+        of the result holds. It has no gradient. Inside a model write 0, since the kernel of the next layer would be
+        multiplied by the infinity, and have a NaN gradient. (NumPy's `initial` takes part in every maximum.)
 
     Returns:
-      The maximum, of the dtype of `x`. If all is masked, it is -inf, or the lowest integer, or False. It is NaN if an
-      unmasked element is, and so are then the gradients of all unmasked elements. Equal largest elements share the
-      gradient; it is exactly 0 at masked ones.
+      The maximum, of the dtype of `x`. If all is masked, it is `empty_value`, by default -inf, the lowest integer, or
+      False. It is NaN if an unmasked element is, and so are then the gradients of all unmasked elements. Equal largest
+      elements share the gradient; it is exactly 0 at masked ones.
 
     Raises:
-      TypeError: if `where` is not boolean, or `x` is complex.
+      TypeError: if `where` is not boolean, `x` is complex, or its dtype does not hold `empty_value`.
       ValueError: if `where` does not broadcast to the shape of `x`, `axis` is out of range, or there is no axis of the
         name `axis_name`.
 
@@ -54,7 +60,8 @@ def max(  # noqa: A001
       `jax.numpy.max <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.max.html>`_, which takes a `where` only
       together with an `initial` value.
     """
-    return _extremum(True, *prepared("max", x, axis, where, None, axis_name, keepdims))
+    how, x, *masks = prepared("max", x, axis, where, None, axis_name, keepdims)
+    return _extremum(True, how, x, *masks, as_empty_value("max", empty_value, x.dtype))
 
 
 @public_op
@@ -65,8 +72,9 @@ def min(  # noqa: A001
     *,
     axis_name: AxisName = None,
     keepdims: bool = False,
+    empty_value: ArrayLike | None = None,
 ) -> Array:
-    r"""The smallest unmasked element; +inf if there are none.
+    r"""The smallest unmasked element; +inf, or `empty_value`, if there are none.
 
     .. math:: \min_{i : \text{where}_i} x_i
 
@@ -76,12 +84,14 @@ def min(  # noqa: A001
       where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
       axis_name: as for `max`.
       keepdims: keep the reduced axes, with size 1.
+      empty_value: the minimum where all is masked, as for `max`.
 
     Returns:
-      The minimum, of the dtype of `x`. If all is masked, it is +inf, or the highest integer, or True. See `max`.
+      The minimum, of the dtype of `x`. If all is masked, it is `empty_value`, by default +inf, the highest integer, or
+      True. See `max`.
 
     Raises:
-      TypeError: if `where` is not boolean, or `x` is complex.
+      TypeError: if `where` is not boolean, `x` is complex, or its dtype does not hold `empty_value`.
       ValueError: if `where` does not broadcast to the shape of `x`, `axis` is out of range, or there is no axis of the
         name `axis_name`.
 
@@ -94,13 +104,15 @@ def min(  # noqa: A001
     References:
       `jax.numpy.min <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.min.html>`_.
     """
-    return _extremum(False, *prepared("min", x, axis, where, None, axis_name, keepdims))
+    how, x, *masks = prepared("min", x, axis, where, None, axis_name, keepdims)
+    return _extremum(False, how, x, *masks, as_empty_value("min", empty_value, x.dtype))
 
 
 @jitted(0, 1)
-def _extremum(is_max: bool, how: Reduction, x: Array, where: Array | None, weights: Array | None) -> Array:
-    rows, x, weighting = how.read(arguments.as_real_array(how.op, "x", x), where, weights)
-    return how.shaped(rows, extremum(_reduce, is_max, rows, x, weighting.where))
+def _extremum(is_max: bool, how: Reduction, x: Array, where: Array | None, weights: None, empty: Array | None) -> Array:
+    rows, x, (unmasked, _) = how.read(arguments.as_real_array(how.op, "x", x), where, weights)
+    extrema = extremum(_reduce, is_max, rows, x, unmasked)
+    return how.shaped(rows, with_value_of_empty(rows, extrema, x, unmasked, empty))
 
 
 def _reduce(is_max: bool, rows: Rows, x: Array, empty: float) -> Array:

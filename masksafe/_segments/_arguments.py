@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, per_device, run_time, sharding, switches
+from masksafe._core.groups import with_value_of_empty
 from masksafe._core.typing import Array, jitted
 from masksafe._segments._segments import Segments
 
@@ -26,6 +27,7 @@ def compute(
     *,
     options: tuple[Hashable, ...] = (),
     is_like_data: bool = False,
+    empty_value: Array | None = None,
 ) -> Array:
     """The result of a formula, `[num_segments, ...]`, or of the shape of the data."""
     if data.ndim == 0:
@@ -46,7 +48,7 @@ def compute(
     if has_no_segment:  # JAX does not index an empty array
         ids, number = jnp.full_like(ids, -1), 1
     segments = Segments(ids, number, are_sorted, devices)
-    result = _on_devices(formula, options, is_like_data, segments, data, where, weights)
+    result = _on_devices(formula, options, is_like_data, segments, data, where, weights, empty_value)
     return result[:0] if has_no_segment and not is_like_data else result
 
 
@@ -105,10 +107,18 @@ def _on_devices(
     data: Array,
     where: Array | None,
     weights: Array | None,
+    empty_value: Array | None,
 ) -> Array:
     """The result of the formula; each device computes its part, if explicit mesh axes split the data."""
 
-    def result(devices: sharding.Devices, data: Array, ids: Array, where: Array | None, weights: Array | None) -> Array:
+    def result(
+        devices: sharding.Devices,
+        data: Array,
+        ids: Array,
+        where: Array | None,
+        weights: Array | None,
+        empty_value: Array | None,
+    ) -> Array:
         here, elements = dataclasses.replace(segments, ids=ids, devices=devices), tuple(range(1, data.ndim))
         if switches.uses_plain_rules():  # checkify would report ids out of range and NaN
             where = here.unmasked(data, where)
@@ -120,12 +130,15 @@ def _on_devices(
         data, weighting = masks.weighting_of(data, unmasked, weights)
         if switches.uses_plain_rules():
             data = masks.selected(data, weighting.where)
-        return formula(*options, here, data, weighting)
+        results = formula(*options, here, data, weighting)
+        return with_value_of_empty(here, results, data, weighting.where, empty_value)
 
     data = masks.promoted_with(data, weights)
-    args = data, segments.ids, _at_rank(where, data), _at_rank(weights, data)
+    optional = _at_rank(where, data), _at_rank(weights, data), empty_value
     columns = [str(axis) for axis in range(1, data.ndim)]
     names = PartitionSpec("rows", *columns)
-    names_of_args = names, PartitionSpec("rows"), *(None if x is None else names for x in args[2:])
+    names_of = zip(optional, (names, names, PartitionSpec()), strict=True)
+    names_of_args = names, PartitionSpec("rows"), *(None if x is None else given for x, given in names_of)
     names_of_result = names if is_like_data else PartitionSpec(None, *columns)
+    args = data, segments.ids, *optional
     return per_device.along_devices(result, segments.devices, args, names_of_args, names_of_result, ("rows",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from masksafe._core import platforms
-from masksafe._core.arguments import as_real_array
+from masksafe._core.arguments import as_empty_value, as_real_array
 from masksafe._core.extrema import extremum, over_devices
 from masksafe._core.masks import Weighting
 from masksafe._core.public_op import public_op
@@ -24,8 +24,9 @@ def segment_max(
     where: ArrayLike | None = None,
     indices_are_sorted: bool = False,
     axis_name: AxisName = None,
+    empty_value: ArrayLike | None = None,
 ) -> Array:
-    r"""The largest unmasked element of each segment; -inf for an empty one.
+    r"""The largest unmasked element of each segment; -inf, or `empty_value`, for an empty one.
 
     .. math:: y_s = \max_{i : \text{id}_i = s, \; \text{where}_i} x_i
 
@@ -36,13 +37,15 @@ def segment_max(
       where: booleans `[N]` or of the shape of `data`, as for `segment_sum`.
       indices_are_sorted: a bool, as for `segment_sum`.
       axis_name: a mesh axis or several, as for `segment_sum`.
+      empty_value: the maximum of an empty segment, as for `masksafe.max`: inside a model 0.
 
     Returns:
-      The maxima `[num_segments, ...]`, of the dtype of `data`; an empty segment's is -inf, or the lowest integer. A NaN
-      shows in its own segment alone. Equal largest elements share the gradient, which is exactly 0 at masked ones.
+      The maxima `[num_segments, ...]`, of the dtype of `data`; an empty segment's is `empty_value`, by default -inf, or
+      the lowest integer. A NaN shows in its own segment alone. Equal largest elements share the gradient, which is
+      exactly 0 at masked ones.
 
     Raises:
-      TypeError, ValueError: as `segment_sum`; also if `data` is complex.
+      TypeError, ValueError: as `segment_sum`; also if `data` is complex, or its dtype does not hold `empty_value`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -51,10 +54,12 @@ def segment_max(
       [  1. -inf   4.]
 
     References:
-      `jax.ops.segment_max <https://docs.jax.dev/en/latest/_autosummary/jax.ops.segment_max.html>`_, which it replaces.
+      `jax.ops.segment_max <https://docs.jax.dev/en/latest/_autosummary/jax.ops.segment_max.html>`_, which it replaces;
+      `jraph.segment_max_or_constant <https://github.com/google-deepmind/jraph>`_, which has such a value.
     """
     data, op = as_real_array("segment_max", "data", data), "segment_max"
-    return compute(op, _max, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
+    empty = as_empty_value(op, empty_value, data.dtype)
+    return compute(op, _max, data, segment_ids, num_segments, where, indices_are_sorted, axis_name, empty_value=empty)
 
 
 @public_op
@@ -66,8 +71,9 @@ def segment_min(
     where: ArrayLike | None = None,
     indices_are_sorted: bool = False,
     axis_name: AxisName = None,
+    empty_value: ArrayLike | None = None,
 ) -> Array:
-    r"""The smallest unmasked element of each segment; +inf for an empty one.
+    r"""The smallest unmasked element of each segment; +inf, or `empty_value`, for an empty one.
 
     .. math:: y_s = \min_{i : \text{id}_i = s, \; \text{where}_i} x_i
 
@@ -78,13 +84,15 @@ def segment_min(
       where: booleans `[N]` or of the shape of `data`, as for `segment_sum`.
       indices_are_sorted: a bool, as for `segment_sum`.
       axis_name: a mesh axis or several, as for `segment_sum`.
+      empty_value: the minimum of an empty segment, as for `masksafe.max`: inside a model 0.
 
     Returns:
-      The minima `[num_segments, ...]`, of the dtype of `data`; an empty segment's is +inf, or the highest integer. A
-      NaN shows in its own segment alone. Equal smallest elements share the gradient, which is exactly 0 at masked ones.
+      The minima `[num_segments, ...]`, of the dtype of `data`; an empty segment's is `empty_value`, by default +inf, or
+      the highest integer. A NaN shows in its own segment alone. Equal smallest elements share the gradient, which is
+      exactly 0 at masked ones.
 
     Raises:
-      TypeError, ValueError: as `segment_sum`; also if `data` is complex.
+      TypeError, ValueError: as `segment_sum`; also if `data` is complex, or its dtype does not hold `empty_value`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -96,7 +104,8 @@ def segment_min(
       `jax.ops.segment_min <https://docs.jax.dev/en/latest/_autosummary/jax.ops.segment_min.html>`_, which it replaces.
     """
     data, op = as_real_array("segment_min", "data", data), "segment_min"
-    return compute(op, _min, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
+    empty = as_empty_value(op, empty_value, data.dtype)
+    return compute(op, _min, data, segment_ids, num_segments, where, indices_are_sorted, axis_name, empty_value=empty)
 
 
 def _max(segments: Segments, x: Array, weighting: Weighting) -> Array:

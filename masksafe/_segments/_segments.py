@@ -46,6 +46,10 @@ class Segments:
         in_range = ((self.ids >= 0) & (self.ids < self.number)).reshape(-1, *[1] * (x.ndim - 1))
         return in_range if where is None else in_range & where
 
+    def have_unmasked(self, x: Array, where: Array | None) -> Array:
+        """Which segments have an unmasked element, over all devices."""
+        return self.weight(x, Weighting(where, None)) > 0
+
     def combined(self, how: Literal["add", "max", "min"], x: Array, start: Array | float) -> Array:
         """The rows of `x` combined by their ids, `[segments, ...]`, on this device."""
         empty = jnp.broadcast_to(jnp.asarray(start, x.dtype), (self.number, *x.shape[1:]))

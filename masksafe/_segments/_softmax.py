@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from masksafe._core import softmaxes
-from masksafe._core.arguments import as_promoted_float_array
+from masksafe._core.arguments import as_empty_value, as_promoted_float_array
 from masksafe._core.masks import Weighting
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -22,8 +22,9 @@ def segment_logsumexp(
     where: ArrayLike | None = None,
     indices_are_sorted: bool = False,
     axis_name: AxisName = None,
+    empty_value: ArrayLike | None = None,
 ) -> Array:
-    r"""The logarithm of the sum of the exponentials of each segment; -inf for an empty one.
+    r"""The logarithm of the sum of the exponentials of each segment; -inf, or `empty_value`, for an empty one.
 
     .. math:: y_s = \log \sum_{i : \text{id}_i = s, \; \text{where}_i} e^{x_i}
 
@@ -34,13 +35,14 @@ def segment_logsumexp(
       where: booleans `[N]` or of the shape of `data`, as for `segment_sum`.
       indices_are_sorted: a bool, as for `segment_sum`.
       axis_name: a mesh axis or several, as for `segment_sum`.
+      empty_value: the result of an empty segment, as for `masksafe.max`: inside a model 0.
 
     Returns:
       The logarithms `[num_segments, ...]`, of the dtype of `data`; float16 and bfloat16 are computed in float32 and
       rounded once. A NaN shows in its own segment alone. The gradient with respect to a masked element is exactly 0.
 
     Raises:
-      TypeError, ValueError: as `segment_sum`; also if `data` is complex.
+      TypeError, ValueError: as `segment_sum`; also if `data` is complex, or its dtype does not hold `empty_value`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -53,7 +55,10 @@ def segment_logsumexp(
     """
     op = "segment_logsumexp"
     data = as_promoted_float_array(op, "data", data)
-    return compute(op, _logsumexp, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
+    empty = as_empty_value(op, empty_value, data.dtype)
+    return compute(
+        op, _logsumexp, data, segment_ids, num_segments, where, indices_are_sorted, axis_name, empty_value=empty
+    )
 
 
 @public_op

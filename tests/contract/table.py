@@ -687,6 +687,17 @@ OPS = {
     "logmeanexp": _of_rows(
         functools.partial(masksafe.logmeanexp, axis=-1), of.logmeanexp, {"x": masked(X)}, nothing=(-np.inf,)
     ),
+    **{
+        f"{op.__name__}, empty value": _of_rows(
+            functools.partial(op, axis=-1, empty_value=0.5), formula, {argument: masked(X)}, nothing=(0.5,)
+        )
+        for op, formula, argument in (
+            (masksafe.logsumexp, of.logsumexp, "a"),
+            (masksafe.logmeanexp, of.logmeanexp, "x"),
+            (masksafe.max, np.max, "x"),
+            (masksafe.min, np.min, "x"),
+        )
+    },
     "logsumexp, factors": _of_rows(
         functools.partial(masksafe.logsumexp, return_sign=True, axis=-1),
         of.sum_and_sign,
@@ -809,6 +820,14 @@ OPS = {
     "segment_max": _of_segments(masksafe.segment_max, np.max, -np.inf, stands_for="an extremum of segments"),
     "segment_min": _of_segments(masksafe.segment_min, np.min, np.inf),
     "segment_logsumexp": _of_segments(masksafe.segment_logsumexp, of.logsumexp, -np.inf),
+    **{
+        f"{op.__name__}, empty value": _of_segments(op, formula, 0.5, options={"empty_value": 0.5})
+        for op, formula in (
+            (masksafe.segment_max, np.max),
+            (masksafe.segment_min, np.min),
+            (masksafe.segment_logsumexp, of.logsumexp),
+        )
+    },
     "segment_softmax": _of_segments(
         masksafe.segment_softmax, of.softmax, keeps_row=True, stands_for="a softmax of segments", by_default=True
     ),
