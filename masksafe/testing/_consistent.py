@@ -56,7 +56,8 @@ def assert_consistent(
     "float64"            compiled on the CPU with all floats of the arguments widened to float64: the reference
     ===================  ====================================================================================
 
-    Integers and booleans must be equal; NaN must match NaN, and an infinity the same infinity.
+    Integers and booleans must be equal; NaN must match NaN, and an infinity the same infinity: a
+    NaN in every mode passes. (`assert_mask_safe` fails on it.)
 
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays.

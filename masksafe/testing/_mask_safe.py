@@ -27,16 +27,19 @@ def assert_mask_safe(
     transforms: Sequence[_Transform] = _TRANSFORMS,
     seed: int = 0,
     empty: tuple[Any, ...] | None = None,
+    allow_nan: bool = False,
 ) -> None:
     """Asserts that the values of masked elements influence nothing.
 
     The masked elements are filled first with harmless values, and then with one kind of garbage after another, in one
     argument at a time and in all of them at once. Each time,
 
-    * every output is the same bit for bit (a NaN equals a NaN);
+    * every output is the same bit for bit;
     * the gradient with respect to every unmasked element is the same bit for bit, and exactly 0 with
       respect to every masked one;
     * so are Hessian-vector products, forward over reverse and reverse over reverse.
+
+    With the harmless values, none of these is NaN: a NaN would be the same whatever the garbage is, and hide it.
 
     Gradients are taken of a random linear combination of the outputs, with respect to the floats of every argument,
     masked or not. If the axes of the arguments' mesh are explicit, `jax.set_mesh` has to be around the call.
@@ -45,8 +48,10 @@ def assert_mask_safe(
       fn: any JAX function of `args` that returns an array or a pytree of arrays. Wrap a flax, equinox or haiku module
         in a closure: `lambda x: module.apply(variables, x, mask)`.
       *args: arrays or pytrees of arrays. `fn` must be well defined for the unmasked elements.
-      masked: from the position of each argument that has masked elements to a boolean array (for a pytree, a pytree of
-        them) that broadcasts to its shape: **True where an element is masked**.
+      masked: from the position of each argument that has masked elements to a boolean array that broadcasts to its
+        shape: **True where an element is masked**. For a batch that is a dict, a dict of arrays, `{1: {"x": m}}`; for
+        another pytree, one of the same structure. A key that is missing, None and False mask nothing. A mask that `fn`
+        computes from a masked argument, such as `ids != 0`, would change with the garbage: pass it as an argument.
       output_mask: booleans that broadcast to the output (or a pytree of them), True where the output itself is padding.
         There nothing is checked, and the cotangent is 0.
       order: the highest derivative to check: 0 for values, 1 for gradients, 2 for Hessian-vector products.
@@ -59,10 +64,12 @@ def assert_mask_safe(
       seed: the seed of all random numbers.
       empty: the arguments of a call in which everything is masked. Its outputs and gradients must be finite, and the
         arguments that have masked elements must influence nothing there.
+      allow_nan: whether a NaN with harmless values is meant. Then it has to be one with garbage, too.
 
     Raises:
       AssertionError: if a masked element is not gone. The text names the argument, the garbage, the transform, the
-        derivative and the first index that differs, with both values.
+        derivative and the first index that differs, with both values. If there is a NaN without garbage, it names the
+        output, or the argument of the derivative.
       ValueError: also if nothing would be compared, or if other processes hold a part of an array.
 
     Example:
@@ -88,12 +95,12 @@ def assert_mask_safe(
     _check_arguments(args, masked, order, transforms, empty)
     _trees.check_addressable(_OP, args=args, masked=dict(masked), empty=empty)
     rng = _trees.generator(seed)
-    masks = {i: jax.tree.map(lambda x, m: _expanded(m, np.shape(x), "masked"), args[i], masked[i]) for i in masked}
+    masks = {i: _masks_of(args[i], masked[i], f"masked[{i}]") for i in masked}
     if not any(mask.any() for mask in jax.tree.leaves(masks)):
         raise ValueError(message(_OP, "masked", "nothing that is True", "True where an element is masked"))
     call = _Call(args, masks, garbage, rng)
     call = call._replace(args=call.replaced(masks, lambda x, mask: _harmless(x, mask, rng)))
-    leaves = call.masked_leaves()
+    leaves = call.masked_leaves(masks)
     if not any(map(call.kinds, leaves)):
         dtypes = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in leaves))
         raise ValueError(message(_OP, "garbage", f"{list(garbage or ())}", f"numbers that {dtypes} can hold"))
@@ -104,6 +111,8 @@ def assert_mask_safe(
         by_operation = transform == "disable_jit"
         run = _transformed(short_probe if by_operation else probe, transform)
         expected = run(call.args)
+        if not allow_nan:
+            _assert_no_nan(expected, transform)
         for filling in [call.worst_filling()] if by_operation else call.fillings():
             _assert_gone(run(filling.args), expected, call, filling, transform)
     if empty is not None:
@@ -208,9 +217,18 @@ class _Call(NamedTuple):
     garbage: Sequence[float] | None
     rng: np.random.Generator
 
-    def masked_leaves(self) -> list[Any]:
-        masks, leaves = (jax.tree.leaves({i: trees[i] for i in self.masks}) for trees in (self.masks, self.args))
-        return [leaf for leaf, mask in zip(leaves, masks, strict=True) if mask.any()]
+    def masked_leaves(self, arguments: Iterable[int]) -> list[Any]:
+        return [leaf for i in arguments for leaf, _ in self._masked(i)]
+
+    def described(self, i: int) -> str:
+        leaves = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf, _ in self._masked(i))
+        masks = [mask for _, mask in self._masked(i)]
+        return f"{i}, {leaves}, {sum(m.sum() for m in masks)} of {sum(m.size for m in masks)} elements masked"
+
+    def _masked(self, i: int) -> list[tuple[Any, np.ndarray]]:
+        """The leaves of an argument that have masked elements, with their masks."""
+        pairs = zip(jax.tree.leaves(self.args[i]), jax.tree.leaves(self.masks[i]), strict=True)
+        return [(leaf, mask) for leaf, mask in pairs if mask.any()]
 
     def replaced(self, arguments: Iterable[int], replace: Callable[[Any, np.ndarray], Any]) -> tuple[Any, ...]:
         """All arguments, with `replace` applied to the leaves of some of them and their masks."""
@@ -220,13 +238,13 @@ class _Call(NamedTuple):
     def fillings(self) -> Iterator[_Filling]:
         """Every way to fill the masks: with each garbage in one argument at a time, with a mixture in all at once."""
         for i in self.masks:
-            for kind in dict.fromkeys(kind for leaf in jax.tree.leaves(self.args[i]) for kind in self.kinds(leaf)):
+            for kind in dict.fromkeys(kind for leaf in self.masked_leaves([i]) for kind in self.kinds(leaf)):
                 yield self._filling([i], kind, operator.methodcaller("get", kind))
         yield self._filling([*self.masks], "a mixture of all kinds", self._mixture)
 
     def worst_filling(self) -> _Filling:
         """All masks filled with the first garbage of each dtype."""
-        names = dict.fromkeys(kind for leaf in self.masked_leaves() for kind in [*self.kinds(leaf)][:1])
+        names = dict.fromkeys(kind for leaf in self.masked_leaves(self.masks) for kind in [*self.kinds(leaf)][:1])
         return self._filling([*self.masks], ", ".join(names), lambda kinds: next(iter(kinds.values())))
 
     def _filling(self, arguments: Sequence[int], name: str, choose: Callable[[Kinds], np.ndarray | None]) -> _Filling:
@@ -262,6 +280,36 @@ class _Call(NamedTuple):
         return kinds | {"random numbers": drawn.astype(leaf.dtype)} if self.garbage is None else kinds
 
 
+def _masks_of(arg: Tree, mask: Tree, name: str) -> Tree:
+    """The masks of all leaves of an argument; without a mask nothing is masked."""
+    if jax.tree.structure(arg) == _LEAF:
+        return _expanded(False if mask is None else mask, np.shape(arg), name)
+    if mask is None or isinstance(mask, bool):
+        return jax.tree.map(lambda x: np.full(np.shape(x), bool(mask)), arg)
+    children, structure = _children(arg)
+    if isinstance(mask, Mapping) and isinstance(arg, Mapping):
+        if unknown := [key for key in mask if key not in arg]:
+            raise ValueError(message(_OP, name, f"the keys {unknown}", f"some of {[*arg]}, the keys of the argument"))
+        of_children = [mask.get(path[0].key) for path, _ in children]
+    else:
+        masks, structure_of_masks = _children(mask)
+        if structure_of_masks != structure:
+            found = f"masks in another structure, {structure_of_masks}"
+            raise ValueError(message(_OP, name, found, f"{structure}, that of the argument"))
+        of_children = [child for _, child in masks]
+    paths = [name + jax.tree_util.keystr(path) for path, _ in children]
+    trees = (child for _, child in children)
+    return jax.tree.unflatten(structure, map(_masks_of, trees, of_children, paths))
+
+
+_LEAF = jax.tree.structure(0)
+
+
+def _children(tree: Tree) -> tuple[list[tuple[Any, Tree]], Any]:
+    """The children of a node, each with its path, and the structure that holds them."""
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda child: child is not tree)
+
+
 def _expanded(mask: Any, shape: tuple[int, ...], argument: str) -> np.ndarray:
     mask = np.asarray(mask)
     if mask.dtype != np.bool_:
@@ -284,19 +332,45 @@ def _harmless(leaf: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarr
 # The assertions.
 
 
+def _assert_no_nan(quantities: Quantities, transform: str) -> None:
+    __tracebackhide__ = True
+    for quantity, tree in quantities.items():
+        for path, array in jax.tree_util.tree_leaves_with_path(tree):
+            wrong = np.isnan(array) if jnp.issubdtype(array.dtype, jnp.inexact) else np.False_
+            if wrong.any():
+                place, index = jax.tree_util.keystr(path), _trees.first_index(wrong)
+                raise AssertionError(
+                    "NaN without garbage: with harmless values under the mask, a result is NaN.\n"
+                    f"  transform:  {transform}\n"
+                    f"  derivative: {quantity}{place if quantity.argument is not None else f' of output{place}'}\n"
+                    f"  {wrong.sum()} of {wrong.size} elements, the first at index {index}\n"
+                    "  To see what made it, run masksafe.testing.nonfinite_report. If it is meant: allow_nan=True."
+                )
+
+
 def _assert_gone(actual: Quantities, expected: Quantities, call: _Call, filling: _Filling, transform: str) -> None:
     __tracebackhide__ = True
     for quantity, tree in actual.items():
         for leak in _leaks(quantity, tree, expected[quantity], call):
-            arguments = "; ".join(_describe(i, call.args[i], call.masks[i]) for i in filling.filled)
+            arguments = "; ".join(map(call.described, filling.filled))
             raise AssertionError(
                 "A masked element is not gone.\n"
                 f"  argument:   {arguments}\n"
                 f"  garbage:    {filling.garbage}\n"
                 f"  transform:  {transform}\n"
                 f"  derivative: {quantity}\n"
-                f"  {leak}"
+                f"  {leak}{_hint(call, filling)}"
             )
+
+
+def _hint(call: _Call, filling: _Filling) -> str:
+    """For masked integers, of which many programs compute their mask: that cannot be told from a leak."""
+    if not any(jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in call.masked_leaves(filling.filled)):
+        return ""
+    return (
+        "\n  The garbage may have changed a mask that is computed from these integers (ids != 0): if so, pass the mask "
+        "as an argument of its own."
+    )
 
 
 def _leaks(quantity: _Quantity, actual: Tree, expected: Tree, call: _Call) -> Iterator[str]:
@@ -319,13 +393,6 @@ def _leaks(quantity: _Quantity, actual: Tree, expected: Tree, call: _Call) -> It
                 f"{wrong.sum()} of {wrong.size} elements changed, the first at index {index}:\n"
                 f"    {reference[index]} with harmless values under the mask, {array[index]} with garbage"
             )
-
-
-def _describe(i: int, arg: Tree, mask: Tree) -> str:
-    leaves = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in map(np.asarray, jax.tree.leaves(arg)))
-    masks = jax.tree.leaves(mask)
-    masked, total = sum(int(m.sum()) for m in masks), sum(m.size for m in masks)
-    return f"{i}, {leaves}, {masked} of {total} elements masked"
 
 
 def _assert_empty_is_safe(probe: Callable[..., Quantities], call: _Call, empty: tuple[Any, ...]) -> None:

@@ -64,6 +64,21 @@ def of_a_tree(params):
     return {"out": clean(params["w"]).sum() + jnp.where(MASK[0], 0, params["b"]).sum(), "count": jnp.int32(3)}
 
 
+def ids_not_0(ids):
+    return masksafe.sum(ids, where=ids != 0)
+
+
+def next_layer(x, params):
+    """Its gradient is NaN on clean data: the maximum of nothing is infinite."""
+    largest = masksafe.max(x, axis=1, where=~MASK & (x > 9))
+    return jnp.exp(largest[:, None] * params["w"]).sum()
+
+
+def bent(x):
+    """Its second derivative is NaN at 0."""
+    return (clean(x) * 0) ** 1.5
+
+
 def check(fn, *args, masked=None, **options):
     """The assertion, of X under MASK unless arguments and masks are given."""
     masked = {0: MASK} if masked is None else masked
@@ -73,6 +88,7 @@ def check(fn, *args, masked=None, **options):
 TREE, OF_TREE = {"w": X, "b": X[0]}, {0: {"w": MASK, "b": MASK[0]}}
 BATCH, OF_BATCH = {"x": X, "index": np.arange(3)}, {0: {"x": MASK, "index": np.zeros(3, bool)}}
 TABLE, INDEX, OF_INDEX = jax.device_put(np.arange(5, dtype=np.float32)), np.int32([1, 2]), np.array([False, True])
+IDS, KERNEL = np.int32([3, 0, 5]), {"w": np.ones(1, np.float32)}
 INTEGERS, KEY = np.ones((2, 3), "int32"), np.zeros(2, np.uint32)
 WHERE, NOTHING = ~MASK, np.zeros((2, 3), bool)
 mean, naive_mean = (lambda x, where, op=op: op(x, where=where) for op in (masksafe.mean, jnp.mean))
@@ -98,6 +114,14 @@ LEAKS = [
     (check(mean, X, WHERE, empty=(X, ~NOTHING)), MASKS_LESS),
     (check(lambda p: p["b"].sum(), TREE, masked=OF_TREE), r"argument: +0, float32\[3\], float32\[2, 3\], 3 of 9"),
     (check(lambda batch: where_unmasked(batch["x"]), BATCH, masked=OF_BATCH), "derivative: gradient"),
+    (check(lambda batch: batch["x"], BATCH, masked={0: {"x": MASK}}), r"argument: +0, float32\[2, 3\], 2 of 6 "),
+    (
+        check(ids_not_0, IDS, masked={0: IDS == 0}),
+        r"int32(.|\n)*a mask that is computed from these integers",
+    ),
+    (check(lambda x: {"a": clean(x), "b": jnp.log(clean(x) - 9)}), r"NaN without garbage(.|\n)*value of output\['b'\]"),
+    (check(next_layer, X, KERNEL), r"NaN without garbage(.|\n)*gradient with respect to argument 1\['w'\]"),
+    (check(bent, order=2), r"NaN without garbage(.|\n)*Hessian-vector product"),
 ]
 # The function sees arrays of JAX only.
 SAFE_OF_JAX = check(lambda x: clean(x.at[0, 0].set(0.0)), garbage=np.array([1e30]), transforms=("eager",), order=0)
@@ -110,6 +134,12 @@ SAFE = [
     check(mean, X, WHERE, empty=(X, NOTHING)),
     check(of_a_tree, TREE, masked=OF_TREE),
     check(lambda batch: clean(batch["x"]) ** 2, BATCH, masked=OF_BATCH),
+    check(lambda batch: clean(batch["x"]) ** 2, BATCH, masked={0: {"x": MASK}}),
+    check(lambda batch: clean(batch["x"]) ** 2, BATCH, masked={0: {"x": MASK, "index": None}}),
+    check(lambda pair: clean(pair[0]["x"]) + pair[1], (BATCH, X), masked={0: ({"x": MASK}, None)}),
+    check(lambda x: jnp.log(clean(x) - 9), allow_nan=True),
+    check(next_layer, X, KERNEL, allow_nan=True),
+    check(lambda x: 1 / clean(x) ** 2, order=1, allow_nan=True),
     check(lambda x, i: clean(x) + clean(i), X, INTEGERS, masked={0: MASK, 1: MASK}, garbage=[np.nan]),
     check(lambda key, x: clean(x) * jax.random.bernoulli(key, 0.5, x.shape), KEY, X, masked={1: MASK}),
 ]
@@ -178,9 +208,14 @@ def test_every_dtype_can_be_filled(dtype):
 BAD_ARGUMENTS = [
     ({"masked": {}}, "masked: got keys"),
     ({"masked": {1: MASK}}, r"masked: got keys \[1\]; expected positions of arguments, in \[0, 1\)"),
-    ({"masked": {0: MASK.astype(float)}}, "masked: got dtype float64; expected bool"),
-    ({"masked": {0: MASK[:, :2]}}, r"masked: got shape \(2, 2\); expected a shape that broadcasts to \(2, 3\)"),
+    ({"masked": {0: MASK.astype(float)}}, r"masked\[0\]: got dtype float64; expected bool"),
+    ({"masked": {0: MASK[:, :2]}}, r"masked\[0\]: got shape \(2, 2\); expected a shape that broadcasts to \(2, 3\)"),
     ({"masked": {0: np.zeros_like(MASK)}}, "masked: got nothing that is True"),
+    ({"masked": {0: None}}, "masked: got nothing that is True"),
+    ({"x": BATCH, "masked": {0: {"y": MASK}}}, r"masked\[0\]: got the keys \['y'\]; expected some of \['x', 'index'\]"),
+    ({"x": BATCH, "masked": {0: {"x": X}}}, r"masked\[0\]\['x'\]: got dtype float32; expected bool"),
+    ({"x": BATCH, "masked": {0: MASK}}, r"masked\[0\]: got masks in another structure"),
+    ({"x": (X, X), "masked": {0: [MASK, None]}}, r"masked\[0\]: got masks in another structure"),
     ({"order": 3}, "order: got value 3"),
     ({"transforms": ["pmap"]}, "transforms: got"),
     ({"transforms": []}, "transforms: got"),
