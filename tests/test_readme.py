@@ -1,4 +1,4 @@
-"""README, the first page and Getting started: a prompt takes every block and prints what it says, and tables are true.
+"""README, Getting started and the guides: a prompt takes every block and prints what it says, and tables are true.
 
 A comment at the start of a line is what the block prints.
 """
@@ -8,19 +8,22 @@ import contextlib
 import doctest
 import io
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from pages import ROOT, blocks_of
 
 import masksafe
 
-ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 README = (ROOT / "README.md").read_text("utf8")
+PAGES = [
+    "README.md",
+    "docs/getting_started.md",
+    *sorted(f"docs/guides/{p.name}" for p in ROOT.glob("docs/guides/*.md")),
+]
 
 
 class Prompt(code.InteractiveConsole):
@@ -45,11 +48,11 @@ def rows_of(heading):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_a_prompt_takes_every_block_and_prints_what_it_says(page):
     pytest.importorskip("flax")
     prompt, is_printed = Prompt(), doctest.OutputChecker().check_output
-    for block in BLOCK.findall((ROOT / page).read_text("utf8")):
+    for block in blocks_of(page):
         expected = "".join(f"{line[2:]}\n" for line in block.splitlines() if line.startswith("# "))
         found = prompt.paste(block)
         assert is_printed(expected, found, doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS), f"{block}\n{found}"

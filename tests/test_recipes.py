@@ -1,32 +1,28 @@
 """The recipes of the guides: sequences, draws from what a mask leaves, metrics, and policy losses."""
 
-import doctest
+import ast
 import functools
 import itertools
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import assert_close
+from pages import names_of
 from tiers import parametrize
 
 import masksafe
 from masksafe.testing import assert_mask_safe
 
-GUIDES = Path(__file__).parents[1] / "docs/guides"
 GARBAGE = [0.0, 1e30, np.inf, -np.inf, np.nan]
 BINS, ROWS = 10, 64
 
 
 def functions_of_the_guide(name):
-    names = {}
-    for example in doctest.DocTestParser().get_examples((GUIDES / f"{name}.md").read_text("utf8")):
-        if example.source.startswith(("import ", "from ", "def ")):
-            exec(example.source, names)
-    return types.SimpleNamespace(**names)
+    defines = lambda statement: isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef)  # noqa: E731
+    return types.SimpleNamespace(**names_of(f"docs/guides/{name}.md", defines))
 
 
 recipes, policies = map(functions_of_the_guide, ("recipes", "rl_and_preference_tuning"))
