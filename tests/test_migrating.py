@@ -105,6 +105,30 @@ def segment_max_or_constant(x):
     return jnp.where(number > 0, jax.ops.segment_max(x, IDS, N), jnp.zeros((), x.dtype))
 
 
+# Attention, of samples that have a key each.
+
+KEYS = MASK[:3, None, None]
+Q, K, V_ = (floats(3, 5, 2, 4) for _ in range(3))
+PAIR_BIAS = floats(2, 5, 5)
+
+
+def weights_of(q, k, bias=0, scale=0.5):
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale + bias
+    return jax.nn.softmax(jnp.where(KEYS, logits, -1e9))
+
+
+def attention(q, k, v, bias=0, scale=0.5):
+    return jnp.einsum("bhqk,bkhd->bqhd", weights_of(q, k, bias, scale), v)
+
+
+def balancing_loss_of_flaxformer(p, i):
+    """The mean over the groups that have a token."""
+    number, tokens = p.shape[-1], jnp.maximum(MASK.sum(-1), 1)[:, None]
+    chosen = jax.nn.one_hot(i, number).max(-2) * MASK[..., None]
+    of_group = jnp.sum(chosen.sum(1) / tokens * (p * MASK[..., None]).sum(1) / tokens, -1) * number
+    return masked_mean(of_group, MASK.any(1))
+
+
 class Row(NamedTuple):
     start: str  # of the first column of a row of the page
     formula: object  # which stands there
@@ -122,6 +146,10 @@ OF_LINEAR = {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS}, {"featur
 OF_PADDED = OF_LINEAR[0] | {"labels": TOKENS % N}, OF_LINEAR[1] | {"kernel": np.arange(V) < N}
 OF_STEPS = {"logits": LOGITS[0], "a": TOKENS[0]}, {"logits": MASK[0][:, None], "a": MASK[0]}
 WEIGHTED_STEPS = OF_STEPS[0] | {"adv": floats(5)}, OF_STEPS[1] | {"adv": MASK[0]}
+
+
+OF_PAIRS = {"q": Q, "k": K, "v": V_}, dict.fromkeys("kv", MASK[:3, :, None, None])
+ROUTED = {"p": jax.nn.softmax(LOGITS), "i": np.argsort(LOGITS)[..., :2]}, {"p": MASK[..., None], "i": MASK[..., None]}
 
 
 def of_logits(name):
@@ -179,6 +207,38 @@ ROWS = {
     "entropy": Row(
         "`rlax.entropy_loss(", lambda logits, a: -jnp.mean(entropy(logits) * MASK[0]), *OF_STEPS, {"w": 1.0 * MASK[0]}
     ),
+    "softmax of -1e9": Row(
+        "`jax.nn.softmax(jnp.where(",
+        lambda x: jax.nn.softmax(jnp.where(MASK[:3], x, -1e9)),
+        {"x": floats(3, 5)},
+        {"x": MASK[:3]},
+        {"mask": MASK[:3]},
+    ),
+    "attention of -1e9": Row("such a softmax between", attention, *OF_PAIRS, {"mask": KEYS}),
+    "attention of a bias": Row("`jnp.where(mask, 0, -1e9)`, added", attention, *OF_PAIRS, {"mask": KEYS}),
+    "scaled before": Row(
+        "queries that are scaled", lambda q, k, v: attention(q, k, v, 0, 1), *OF_PAIRS, {"mask": KEYS}
+    ),
+    "pair bias": Row(
+        "a bias `[N, T, S]`",
+        lambda q, k, v, bias: attention(q, k, v, bias),
+        OF_PAIRS[0] | {"bias": PAIR_BIAS},
+        OF_PAIRS[1],
+        {"mask": KEYS},
+    ),
+    "largest of -1e9": Row(
+        "`jnp.max(jnp.where(mask, x, -1e9), 1)`",
+        lambda x: jnp.where(MASK.any(1), jnp.max(jnp.where(MASK, x, -1e9), 1), 0),
+        *OF_X,
+    ),
+    "weights of attention": Row(
+        "`dot_product_attention_weights(",
+        weights_of,
+        {"q": Q, "k": K},
+        {"k": MASK[:3, :, None, None]},
+        {"mask": KEYS, "is_query": np.ones((3, 5, 1, 1), bool), "is_key": MASK[:3, :, None, None]},
+    ),
+    "load balancing": Row("`_load_balancing_loss(p, i)`", balancing_loss_of_flaxformer, *ROUTED, {"k": 2}),
     "segments": Row(SEGMENT_MAX, segment_max_or_constant, {"x": floats(5, 3)}),
     "segments of integers": Row(SEGMENT_MAX, segment_max_or_constant, {"x": TOKENS.T - 9}),
 }

@@ -19,11 +19,8 @@ from pages import ROOT, blocks_of
 import masksafe
 
 README = (ROOT / "README.md").read_text("utf8")
-PAGES = [
-    "README.md",
-    "docs/getting_started.md",
-    *sorted(f"docs/guides/{p.name}" for p in ROOT.glob("docs/guides/*.md")),
-]
+GUIDES = sorted(f"docs/guides/{path.name}" for path in ROOT.glob("docs/guides/*.md"))
+PAGES = ["README.md", "docs/getting_started.md", *GUIDES]
 
 
 class Prompt(code.InteractiveConsole):
