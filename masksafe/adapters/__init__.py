@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
+from masksafe.adapters._conversion import Conversion
 from masksafe.adapters._flax_attention import flax_attention
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from masksafe.adapters import linen as linen
     from masksafe.adapters import nnx as nnx
 
-__all__ = ["flax_attention"]  # what needs no other library
+__all__ = ["Conversion", "flax_attention"]  # what needs no other library
 
 _LIBRARY_OF = {"equinox": "equinox", "linen": "flax", "nnx": "flax"}
 

@@ -1,4 +1,4 @@
-"""equinox's layers, computed by masksafe: to move a model, change the import.
+"""equinox's layers, computed by masksafe: to move a model, change the import, or `convert` it.
 
 Each class is a subclass of equinox's class of its name, with its constructor and its fields. So checkpoints of one load
 into the other. equinox is imported here and nowhere else. A type checker sees each class as a dataclass of its
@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox
 import jax
@@ -24,12 +24,14 @@ from masksafe._core.precision import widened
 from masksafe._core.run_time import any_of
 from masksafe._core.sharding import Devices
 from masksafe._core.typing import Array, ArrayLike
+from masksafe.adapters._conversion import Conversion, replacement
 from masksafe.attention import dot_product_attention
 from masksafe.normalization import batch_norm, group_norm, layer_norm, rms_norm
 
-__all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "MultiheadAttention", "RMSNorm"]
+__all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "MultiheadAttention", "RMSNorm", "convert"]
 
 _NO_STATE: Any = ...
+_M = TypeVar("_M")
 
 
 class LayerNorm(equinox.nn.LayerNorm):  # type: ignore[misc]
@@ -301,6 +303,90 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             hint = "Or write inference=True, which is without dropout."
             raise RuntimeError(message("MultiheadAttention", "key", "None", "a random key for dropout", hint))
         return rate, key
+
+
+_OURS = {
+    equinox.nn.LayerNorm: LayerNorm,
+    equinox.nn.RMSNorm: RMSNorm,
+    equinox.nn.GroupNorm: GroupNorm,
+    equinox.nn.BatchNorm: BatchNorm,
+    equinox.nn.MultiheadAttention: MultiheadAttention,
+}
+_OTHERS = {
+    equinox.nn.SpectralNorm: "a norm of weights, not of what is masked",
+    equinox.nn.WeightNorm: "a norm of weights, not of what is masked",
+}
+
+
+def convert(model: _M) -> tuple[_M, Conversion]:
+    """A model with equinox's norms and attention layers replaced by those of this module.
+
+    They keep their arrays and options. A `State` from before stays valid. The state of an optimizer has the classes of
+    the model's layers in it: convert it too.
+
+    Norms get no mask by this. Where the model does not pass them one, a selection behind the look-ups keeps NaN out,
+    `masksafe.keep(x, where=valid[..., None])`; but in norms over several positions, such as `BatchNorm`, its zeros
+    count.
+
+    Args:
+      model: a module, or any pytree with modules. Layers of exactly equinox's classes are replaced.
+
+    Returns:
+      The converted copy, and the record of what was replaced, and what was left for which reason: subclasses, and what
+      masksafe lacks.
+
+    Raises:
+      TypeError: if there is no module of equinox in `model`.
+
+    Example:
+      >>> import equinox, jax
+      >>> from masksafe.adapters.equinox import convert
+      >>> class Norm(equinox.nn.RMSNorm):
+      ...     pass
+      >>> model, record = convert(equinox.nn.Sequential([equinox.nn.LayerNorm(4), Norm(4)]))
+      >>> print(record)
+      layers.0  LayerNorm  replaced
+      layers.1  Norm       left: a subclass of RMSNorm
+    """
+    if not any(map(_is_module, jax.tree.leaves(model, is_leaf=_is_module))):
+        found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(message("convert", "model", found, "a module of equinox, or a pytree with some"))
+    record = Conversion()
+    return _converted(model, (), record), record
+
+
+def _converted(node: Any, path: tuple[Any, ...], record: Conversion) -> Any:
+    """A copy of a module, or of a pytree, in which layers are replaced."""
+    children, tree = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node and _is_module(x))
+    leaves = [_converted(x, (*path, *keys), record) if _is_module(x) else x for keys, x in children]
+    node = jax.tree.unflatten(tree, leaves)
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    ours = replacement(record, name, node, _OURS, _OTHERS, _what_ours_lacks)
+    if ours is None:
+        return node
+    layer: Any = object.__new__(ours)
+    vars(layer).update(vars(node))  # the fields are the same; __init__ would make other arrays
+    return layer
+
+
+def _is_module(x: object) -> bool:
+    return isinstance(x, equinox.Module)
+
+
+def _what_ours_lacks(layer: Any) -> str | None:
+    """Why a layer of equinox cannot be replaced, or None; of one in an optimizer's state, what is no array is None."""
+    dtypes = [x.dtype for x in jax.tree.leaves(layer) if hasattr(x, "dtype")]
+    if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
+        return "masksafe has no complex norms and attention"
+    if isinstance(layer, equinox.nn.BatchNorm):
+        names = layer.axis_name if isinstance(layer.axis_name, list | tuple) else [layer.axis_name]
+        if not all(name is None or isinstance(name, str) for name in names):
+            return "masksafe's names of axes are strings"
+    if isinstance(layer, equinox.nn.MultiheadAttention):
+        rate = layer.dropout.p
+        if isinstance(rate, int | float) and rate >= 1:
+            return "masksafe's dropout_rate is below 1"
+    return None
 
 
 def _as_sample(layer: str, x: Array, shape: tuple[int, ...]) -> Array:

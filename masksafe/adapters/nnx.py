@@ -1,8 +1,8 @@
 """Layers and metrics of `flax.nnx` in which masked means gone: one changed import moves a model. It imports flax.
 
-Each layer is a subclass of flax's with the same constructor, parameters, statistics and metadata, so that checkpoints
-load both ways. Only the call is new. `use_fast_variance` has no effect: the variance never cancels.
-`axis_index_groups` is refused.
+Or `convert` moves it. Each layer is a subclass of flax's with the same constructor, parameters, statistics and
+metadata, so that checkpoints load both ways. Only the call is new. `use_fast_variance` has no effect: the variance
+never cancels. `axis_index_groups` is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 from flax.nnx.module import first_from
 
 from masksafe._core.arguments import as_float_array, as_label_array, check_shape, message
@@ -20,11 +20,12 @@ from masksafe._core.labels import as_classes
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import MaskedMean
 from masksafe.adapters import _flax_norms
+from masksafe.adapters._conversion import Conversion, replacement
 from masksafe.adapters._flax_attention import flax_attention
 from masksafe.adapters._flax_masks import Cache, cleared, cleared_inputs
 from masksafe.normalization import layer_norm, rms_norm
 
-__all__ = ["Accuracy", "BatchNorm", "GroupNorm", "LayerNorm", "Mean", "MultiHeadAttention", "RMSNorm"]
+__all__ = ["Accuracy", "BatchNorm", "GroupNorm", "LayerNorm", "Mean", "MultiHeadAttention", "RMSNorm", "convert"]
 
 
 class LayerNorm(nnx.LayerNorm):  # type: ignore[misc]
@@ -240,6 +241,84 @@ class Accuracy(Mean):
         else:
             is_right = (logits >= self.threshold) == (labels > 0)
         self._add(is_right & ~is_nan, mask)
+
+
+_OURS = {
+    nnx.LayerNorm: LayerNorm,
+    nnx.RMSNorm: RMSNorm,
+    nnx.GroupNorm: GroupNorm,
+    nnx.BatchNorm: BatchNorm,
+    nnx.MultiHeadAttention: MultiHeadAttention,
+}
+_OTHERS = {
+    nnx.InstanceNorm: "masksafe has no InstanceNorm",
+    nnx.SpectralNorm: "a norm of weights, not of what is masked",
+    nnx.WeightNorm: "a norm of weights, not of what is masked",
+    nnx.bridge.ToNNX: "a module of flax.linen is a definition: change its import",
+}
+
+
+def convert(model: nnx.Module) -> Conversion:
+    """Replaces flax's norms and attention layers in a model by those of this module, in place.
+
+    They keep their parameters, statistics and options, a layer in several places stays one, and optimizers and
+    checkpoints stay valid. What was split off or bound before (a `GraphDef`, `nnx.cached_partial`) has flax's layers.
+    Call it outside of `nnx.jit`.
+
+    Norms get no mask by this. Where the model does not pass them one, a selection behind the look-ups keeps NaN out,
+    `masksafe.keep(x, where=valid[..., None])`; but in norms over several positions, such as `BatchNorm`, its zeros
+    count.
+
+    Args:
+      model: a module, changed in place. Layers of exactly flax's classes are replaced, an `attention_fn` if it is
+        flax's default.
+
+    Returns:
+      What was replaced, and what was left for which reason: subclasses, another `attention_fn`, what masksafe lacks.
+
+    Raises:
+      TypeError: if `model` is no module of flax.nnx.
+
+    Example:
+      >>> from flax import nnx
+      >>> from masksafe.adapters.nnx import convert
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Sequential(nnx.LayerNorm(4, rngs=rngs), nnx.InstanceNorm(4, rngs=rngs))
+      >>> print(convert(model))
+      layers.0  LayerNorm     replaced
+      layers.1  InstanceNorm  left: masksafe has no InstanceNorm
+      >>> print(type(model.layers[0]).__module__)
+      masksafe.adapters.nnx
+    """
+    if not isinstance(model, nnx.Module):
+        found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        hint = "A module of flax.linen is a definition: change its import." if isinstance(model, linen.Module) else ""
+        raise TypeError(message("convert", "model", found, "a module of flax.nnx", hint))
+    record = Conversion()
+    for path, layer in list(nnx.iter_modules(model)):
+        ours = replacement(record, ".".join(map(str, path)), layer, _OURS, _OTHERS, _what_ours_lacks)
+        if ours is None:
+            continue
+        if isinstance(layer, nnx.MultiHeadAttention) and layer.attention_fn is nnx.dot_product_attention:
+            layer.attention_fn = flax_attention
+        object.__setattr__(layer, "__class__", ours)  # flax's __setattr__ would note it as one more attribute
+    return record
+
+
+def _what_ours_lacks(layer: Any) -> str | None:
+    """Why a layer of flax cannot be replaced, or None."""
+    if getattr(layer, "axis_index_groups", None) is not None:
+        return "masksafe has no axis_index_groups"
+    if any(d is not None and jnp.issubdtype(d, jnp.complexfloating) for d in (layer.dtype, layer.param_dtype)):
+        return "masksafe has no complex norms and attention"
+    if not isinstance(layer, nnx.MultiHeadAttention):
+        return None
+    function = layer.attention_fn
+    while isinstance(function, functools.partial):
+        function = function.func
+    if layer.attention_fn is not nnx.dot_product_attention and function is not flax_attention:
+        return "its attention_fn is not flax's default"
+    return "masksafe's dropout_rate is below 1" if layer.dropout_rate >= 1 else None
 
 
 def _promoted(layer: Any, x: ArrayLike, *variables: Any) -> Any:

@@ -40,6 +40,6 @@ def forget(name, monkeypatch):
 
 
 def test_what_there_is():
-    assert set(dir(masksafe.adapters)) == {"flax_attention", *LIBRARY_OF}
+    assert set(dir(masksafe.adapters)) == {"Conversion", "flax_attention", *LIBRARY_OF}
     with pytest.raises(AttributeError, match="no attribute 'haiku'"):
         _ = masksafe.adapters.haiku

@@ -125,6 +125,8 @@ def layers(rngs: Any) -> None:
     out: jax.Array = adapters.equinox.MultiheadAttention(2, 4, key=rngs)(X, X, X, KEEP[:, None] & KEEP)
     assert_type(adapters.equinox.RMSNorm(4)(out[0], where=KEEP[0]), Any)
     assert_type(adapters.nnx.Accuracy().compute(), jax.Array)
+    assert_type(adapters.nnx.convert(rngs), adapters.Conversion)
+    assert_type(adapters.equinox.convert([X]), tuple[list[jax.Array], adapters.Conversion])
     adapters.nnx.LayerNorm(4, rngs=rngs)(X, mask="X")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
