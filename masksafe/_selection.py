@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from masksafe._core.arguments import as_array, as_operand, broadcast_shapes, check_broadcasts_to, message
-from masksafe._core.masks import as_mask, first_of, read_mask
+from masksafe._core.masks import as_mask, first_of
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
 
@@ -49,12 +49,10 @@ def keep(x: ArrayLike, *, where: ArrayLike, value: ArrayLike = 0) -> Array:
       `jax.numpy.where <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.where.html>`_.
     """
     op = "keep"
-    x, value = as_array(op, "x", x), as_operand(op, "value", value)
-    where = read_mask(op, as_mask(op, "where", where), x.shape)
+    x, value, mask = as_array(op, "x", x), as_operand(op, "value", value), as_mask(op, "where", where)
+    check_broadcasts_to(op, "where", mask.shape, x.shape, "x")
     check_broadcasts_to(op, "value", np.shape(value), x.shape, "x")
-    if x.dtype == jnp.bool_ and type(value) is int and value == 0:
-        value = False
-    return _select(where, x, value)
+    return _select(mask, x, False if x.dtype == jnp.bool_ and type(value) is int and value == 0 else value)
 
 
 @public_op

@@ -101,16 +101,16 @@ def as_empty_value(op: str, value: object, dtype: DType) -> Any:
     if isinstance(array, jax.core.Tracer):
         with jax.numpy_dtype_promotion("standard"):
             is_refused |= not is_float and jnp.promote_types(array.dtype, dtype) != dtype
-        held, found = array, f"dtype {array.dtype}"
+        given: Any = array
+        found = f"dtype {array.dtype}"
     else:
-        given = np.asarray(value)  # as it was given: JAX may round it
+        given, found = np.asarray(value), f"value {value}"  # as it was given: JAX may round it
         with np.errstate(all="ignore"):
             held = given if is_refused else given.astype(dtype)
         is_refused |= not (np.isfinite(held) == np.isfinite(given) if is_float else held == given)
-        found = f"value {value}"
     if is_refused:
         raise TypeError(message(op, "empty_value", found, f"a number that {dtype} holds, the dtype of the result"))
-    return held.astype(dtype)
+    return given.astype(dtype)
 
 
 def as_integer_array(op: str, argument: str, value: object, hint: str = "") -> Array:

@@ -60,8 +60,8 @@ def max(  # noqa: A001
       `jax.numpy.max <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.max.html>`_, which takes a `where` only
       together with an `initial` value.
     """
-    how, x, *masks = prepared("max", x, axis, where, None, axis_name, keepdims)
-    return _extremum(True, how, x, *masks, as_empty_value("max", empty_value, x.dtype))
+    how, x, where, _ = prepared("max", x, axis, where, None, axis_name, keepdims)
+    return _extremum(True, how, x, where, as_empty_value("max", empty_value, x.dtype))
 
 
 @public_op
@@ -104,15 +104,15 @@ def min(  # noqa: A001
     References:
       `jax.numpy.min <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.min.html>`_.
     """
-    how, x, *masks = prepared("min", x, axis, where, None, axis_name, keepdims)
-    return _extremum(False, how, x, *masks, as_empty_value("min", empty_value, x.dtype))
+    how, x, where, _ = prepared("min", x, axis, where, None, axis_name, keepdims)
+    return _extremum(False, how, x, where, as_empty_value("min", empty_value, x.dtype))
 
 
 @jitted(0, 1)
-def _extremum(is_max: bool, how: Reduction, x: Array, where: Array | None, weights: None, empty: Array | None) -> Array:
-    rows, x, (unmasked, _) = how.read(arguments.as_real_array(how.op, "x", x), where, weights)
-    extrema = extremum(_reduce, is_max, rows, x, unmasked)
-    return how.shaped(rows, with_value_of_empty(rows, extrema, x, unmasked, empty))
+def _extremum(is_max: bool, how: Reduction, x: Array, where: Array | None, empty_value: Array | None) -> Array:
+    rows, x, (where, _) = how.read(arguments.as_real_array(how.op, "x", x), where, None)
+    extrema = extremum(_reduce, is_max, rows, x, where)
+    return how.shaped(rows, with_value_of_empty(rows, extrema, x, where, empty_value))
 
 
 def _reduce(is_max: bool, rows: Rows, x: Array, empty: float) -> Array:

@@ -282,7 +282,7 @@ class _Call(NamedTuple):
 
 def _masks_of(arg: Tree, mask: Tree, name: str) -> Tree:
     """The masks of all leaves of an argument; without a mask nothing is masked."""
-    if jax.tree.structure(arg) == _LEAF:
+    if jax.tree_util.all_leaves([arg]):
         return _expanded(False if mask is None else mask, np.shape(arg), name)
     if mask is None or isinstance(mask, bool):
         return jax.tree.map(lambda x: np.full(np.shape(x), bool(mask)), arg)
@@ -300,9 +300,6 @@ def _masks_of(arg: Tree, mask: Tree, name: str) -> Tree:
     paths = [name + jax.tree_util.keystr(path) for path, _ in children]
     trees = (child for _, child in children)
     return jax.tree.unflatten(structure, map(_masks_of, trees, of_children, paths))
-
-
-_LEAF = jax.tree.structure(0)
 
 
 def _children(tree: Tree) -> tuple[list[tuple[Any, Tree]], Any]:
@@ -336,7 +333,7 @@ def _assert_no_nan(quantities: Quantities, transform: str) -> None:
     __tracebackhide__ = True
     for quantity, tree in quantities.items():
         for path, array in jax.tree_util.tree_leaves_with_path(tree):
-            wrong = np.isnan(array) if jnp.issubdtype(array.dtype, jnp.inexact) else np.False_
+            wrong = np.isnan(array) if jnp.issubdtype(array.dtype, jnp.inexact) else np.zeros((), bool)
             if wrong.any():
                 place, index = jax.tree_util.keystr(path), _trees.first_index(wrong)
                 raise AssertionError(
