@@ -13,7 +13,7 @@ from measure import GRADIENT, PASSES, Benchmark, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = "performance"  # the folder of the pages
+PAGES = "performance/*.md", "moves.md"
 NEWEST, OLDEST = "", "jax-0.10"  # folders of CSVs: of the newest jax, and of the oldest that is supported
 PICTURES = Path("_static") / "benchmarks"
 PLACE = re.compile("<!-- table: (.+?) -->")
@@ -245,9 +245,13 @@ def fill(page: str, name: str, content: str) -> str:
     return filled
 
 
+def pages() -> list[Path]:
+    return [path for pattern in PAGES for path in sorted(DOCS.glob(pattern))]
+
+
 def fill_pages(contents: Mapping[str, str]) -> None:
     """Writes each content to the page that has a place for it."""
-    for path in sorted((DOCS / PAGES).glob("*.md")):
+    for path in pages():
         text = path.read_text()
         for name in PLACE.findall(text):
             if name in contents:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import measure
 import meshes
+import moves
 import numpy as np
 import operations
 import overview
@@ -178,12 +179,12 @@ def contents():
     found = {benchmark.name: results.section(benchmark) for benchmark in BENCHMARKS}
     found |= {"accuracy": accuracy.section(), "sweep": sweep.section(), "operations": operations.summary(rows["cpu"])}
     found |= {compiled.PLACES[name]: compiled.summary(rows[name]) for name in ("h100", "v5e")}
-    found |= {"exchanges": exchanges.table(results.read_csv(exchanges.TABLE))}
+    found |= {"exchanges": exchanges.table(results.read_csv(exchanges.TABLE))} | moves.contents()
     return found | overview.of_all(*map(command.all_rows, (results.NEWEST, results.OLDEST)), rows["cpu"])
 
 
 def test_the_pages_are_those_of_the_csvs():
-    pages = "".join(path.read_text() for path in (results.DOCS / results.PAGES).glob("*.md"))
+    pages = "".join(path.read_text() for path in results.pages())
     expected = contents()
     assert sorted(results.PLACE.findall(pages)) == sorted(expected)
     assert [name for name, text in expected.items() if f"\n{text}\n\n<!-- end -->" not in pages] == []
