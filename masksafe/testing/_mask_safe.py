@@ -67,9 +67,8 @@ def assert_mask_safe(
       allow_nan: whether a NaN with harmless values is meant. Then it has to be one with garbage, too.
 
     Raises:
-      AssertionError: if a masked element is not gone. The text names the argument, the garbage, the transform, the
-        derivative and the first index that differs, with both values. If there is a NaN without garbage, it names the
-        output, or the argument of the derivative.
+      AssertionError: if a masked element is not gone, or if there is a NaN without garbage. The text names the
+        argument, the garbage, the transform, the derivative and the first index that differs, with both values.
       ValueError: also if nothing would be compared, or if other processes hold a part of an array.
 
     Example:
