@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core.arguments import message
-from masksafe.testing import _trees
+from masksafe.testing import _closeness, _trees
 from masksafe.testing._modes import MODES, Function, Transform
 from masksafe.testing._trees import is_float, only_floats
 
@@ -17,9 +17,6 @@ _OP = "assert_consistent"
 
 CONSISTENCY_MODES = tuple(MODES)
 """The names of all modes in which `assert_consistent` can run a function."""
-
-# For each dtype, the allowed difference of two answers relative to the larger one.
-_RELATIVE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 def assert_consistent(
@@ -219,23 +216,15 @@ _Allowed = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]
 def _allowed_error(arrays: list[Any], run: _Run, rtol: float | None, atol: float | None) -> _Allowed:
     """The error that is allowed of two results, from these and the sizes of their elements."""
     arrays = [np.asarray(a) for a in arrays] + [r for results in run.results.values() for r in results.values()]
-    dtypes = [jnp.finfo(a.dtype).dtype for a in arrays if jnp.issubdtype(a.dtype, jnp.inexact)]
-    widest_rounding = max((float(jnp.finfo(d).eps) for d in dtypes), default=0.0)
-    default = max((_RELATIVE.get(d.name, 10 * widest_rounding) for d in dtypes), default=0.0)
-    relative = default if rtol is None else rtol
-    noise = 16 * widest_rounding * max((_largest(a) for a in arrays), default=0.0)
+    dtypes = _closeness.float_dtypes(arrays)
+    relative = _closeness.default_relative(dtypes) if rtol is None else rtol
+    noise = 16 * _closeness.widest_rounding(dtypes) * max(map(_closeness.largest, arrays), default=0.0)
 
     def allowed(a: np.ndarray, b: np.ndarray, sizes: np.ndarray) -> Any:
-        absolute = relative * max(map(_largest, (a, b))) + noise if atol is None else atol
+        absolute = relative * max(map(_closeness.largest, (a, b))) + noise if atol is None else atol
         return absolute + relative * sizes
 
     return allowed
-
-
-def _largest(array: np.ndarray) -> float:
-    """The magnitude of the largest finite element."""
-    sizes = np.abs(_trees.as_double(array))
-    return float(sizes[np.isfinite(sizes)].max(initial=0))
 
 
 def _difference(one: str, a: np.ndarray, other: str, b: np.ndarray, allowed: _Allowed) -> str | None:
@@ -244,7 +233,7 @@ def _difference(one: str, a: np.ndarray, other: str, b: np.ndarray, allowed: _Al
         return f"{one} against {other}: shape {a.shape} against {b.shape}"
     if a.dtype != b.dtype and "float64" not in (one, other):
         return f"{one} against {other}: dtype {a.dtype} against {b.dtype}"
-    error, size = _distance_and_size(a, b)
+    error, size = _closeness.distance_and_size(a, b)
     wrong = error > allowed(a, b, size) if jnp.issubdtype(a.dtype, jnp.inexact) else a != b
     if not wrong.any():
         return None
@@ -255,12 +244,3 @@ def _difference(one: str, a: np.ndarray, other: str, b: np.ndarray, allowed: _Al
         f"max absolute error {error.max():.3g}, relative {relative_error:.3g}; "
         f"worst at index {index}: {a[index]} against {b[index]}"
     )
-
-
-def _distance_and_size(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distance of the elements, infinite where only one of them is NaN or infinite; and the size of the larger."""
-    a, b = _trees.as_double(a), _trees.as_double(b)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    finite = np.isfinite(a) & np.isfinite(b)
-    a, b = np.where(finite, a, 0), np.where(finite, b, 0)
-    return np.where(same, 0.0, np.where(finite, np.abs(a - b), np.inf)), np.maximum(np.abs(a), np.abs(b))

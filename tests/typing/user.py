@@ -152,6 +152,8 @@ def tools(fn: Any) -> None:
     decorated(X, "2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     masksafe.testing.assert_mask_safe(fn, X, KEEP, masked={0: ~KEEP}, transforms=["jit", "vmap"])
     masksafe.testing.assert_mask_safe(fn, X, masked={0: KEEP}, transforms=["pmap"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
+    masksafe.testing.assert_packing_safe(fn, {"w": X}, [[1, 2], LABELS], max_length=8, packs=False)
+    masksafe.testing.assert_packing_safe(fn, X, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     masksafe.testing.assert_gradients(fn, X, modes=("fwd",))
     masksafe.testing.assert_gradients(fn, X, modes=("forward",))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     masksafe.testing.assert_consistent(fn, X, modes=masksafe.testing.CONSISTENCY_MODES[:2])
