@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import assert_close
+from jax.sharding import AxisType, PartitionSpec
 from pages import names_of
 from tiers import parametrize
 
@@ -25,7 +26,7 @@ def functions_of_the_guide(name):
     return types.SimpleNamespace(**names_of(f"docs/guides/{name}.md", defines))
 
 
-recipes, policies = map(functions_of_the_guide, ("recipes", "rl_and_preference_tuning"))
+recipes, policies, experts = map(functions_of_the_guide, ("recipes", "rl_and_preference_tuning", "experts"))
 assert_safe = functools.partial(assert_mask_safe, transforms=["jit"])
 
 # The rows of sequences: all tokens, a hole inside, padding behind, padding before, one token, none.
@@ -144,6 +145,119 @@ def test_advantages_end_with_an_episode_and_look_beyond_a_limit_of_time():
             ends = terminated[i, t] or truncated[i, t] or t == 4
             expected[i, t] = rewards[i, t] + 0.9 * future - values[i, t] + (0 if ends else 0.72 * expected[i, t + 1])
     assert_is(expected, fn, rewards, values, next_values, masks=[MASKED, MASKED, MASKED | terminated])
+
+
+def test_late_interaction_sums_the_best_matches():
+    x, y = drawn(33, 3), drawn(34, 3)[:4]
+    expected = np.zeros((6, 4))
+    for i, j in np.ndindex(6, 4):
+        expected[i, j] = (x[i][TOKENS[i]] @ y[j][TOKENS[j]].T).max(1).sum()
+    fn = functools.partial(recipes.late_interaction, x_mask=TOKENS, y_mask=TOKENS[:4])
+    assert_is(expected, fn, x, y, masks=[MASKED[..., None], MASKED[:4, :, None]])
+    nothing = fn(x, y, y_mask=np.zeros_like(TOKENS[:4]))
+    np.testing.assert_array_equal(nothing, 0)
+
+
+def test_the_loss_of_events_is_that_of_the_samples_there_are():
+    scores, mask = np.random.default_rng(35).normal(size=8).astype(np.float32), np.arange(8) % 3 != 0
+    has_event = np.array([1, 1, 0, 1, 1, 0, 1, 1], bool)
+    left, events = np.float64(scores)[mask], has_event[mask]
+    at_risk = np.log(np.cumsum(np.exp(left)))
+    fn = functools.partial(recipes.cox_loss, has_event=has_event, mask=mask)
+    assert_is(np.mean((at_risk - left)[events]), fn, scores, masks=[~mask])
+    assert recipes.cox_loss(scores, has_event, np.zeros(8, bool)) == 0
+
+
+def test_the_overlap_of_boxes_is_that_of_those_there_are():
+    corners = np.random.default_rng(36).uniform(size=(2, 6, 2, 2)).astype(np.float32)
+    x, y = np.concatenate([corners.min(2), corners.max(2) + 0.1], -1)
+    mask = np.arange(6) < 4
+
+    def loss(a, b):
+        sides = lambda low, high: np.prod(np.maximum(high - low, 0))  # noqa: E731
+        common = sides(np.maximum(a[:2], b[:2]), np.minimum(a[2:], b[2:]))
+        union = sides(a[:2], a[2:]) + sides(b[:2], b[2:]) - common
+        around = sides(np.minimum(a[:2], b[:2]), np.maximum(a[2:], b[2:]))
+        return 1 - common / union + (around - union) / around
+
+    expected = np.mean([loss(*pair) for pair in zip(x[:4], y[:4], strict=True)])
+    assert_is(expected, functools.partial(recipes.giou_loss, mask=mask), x, y, masks=[~mask[:, None]] * 2)
+
+
+# Experts, on one device and on four.
+
+
+def on_four_devices(fn, **specs):
+    """`fn` of arrays that are split along their first axis, unless a spec says otherwise."""
+    mesh, split = jax.make_mesh((4,), ("d",), (AxisType.Auto,)), PartitionSpec("d")
+
+    def run(*args, **named):
+        in_specs = tuple(split for _ in args), {name: specs.get(name, split) for name in named}
+        call = lambda args, named: fn(*args, **named)  # noqa: E731
+        return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=specs.get("out", split)))(
+            args, named
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def routed():
+    """Outputs `[8, 2, 3]`, weights, which assignments are kept, logits `[8, 4]` and the experts, padded by -1."""
+    rng = np.random.default_rng(37)
+    is_kept = np.array([[1, 1], [1, 0], [0, 0], [0, 1], [1, 1], [1, 1], [0, 0], [1, 0]], bool)
+    chosen = np.where(is_kept, np.argsort(rng.random((8, 4)))[:, :2], -1)
+    outputs, weights, logits = (rng.random(shape).astype(np.float32) for shape in ((8, 2, 3), (8, 2), (8, 4)))
+    return outputs, weights, is_kept, logits, chosen
+
+
+def test_dropped_assignments_add_nothing(routed):
+    outputs, weights, is_kept, *_ = routed
+    expected = (outputs * weights[..., None] * is_kept[..., None]).sum(1)
+    fn = functools.partial(experts.combine, is_kept=is_kept)
+    assert_is(expected, fn, outputs, weights, masks=[~is_kept[..., None], ~is_kept])
+    assert_close(on_four_devices(experts.combine)(outputs, weights, is_kept), expected, 1e-5)
+
+
+def test_a_replayed_router_weighs_the_experts_of_then(routed):
+    *_, logits, chosen = routed
+    exps = np.where(chosen >= 0, np.exp(np.take_along_axis(logits, np.maximum(chosen, 0), 1)), 0)
+    expected = exps / np.maximum(exps.sum(1, keepdims=True), 1e-30)
+    assert_close(experts.replayed_weights(logits, chosen), expected, 1e-5)
+    assert_close(on_four_devices(experts.replayed_weights)(logits, chosen), expected, 1e-5)
+    masked = ~(np.arange(4) == chosen[..., None]).any(1)
+    assert_is(expected, functools.partial(experts.replayed_weights, chosen=chosen), logits, masks=[masked])
+
+
+def test_the_experts_of_devices_add_up_to_all():
+    rng = np.random.default_rng(38)
+    rows, kernels = rng.normal(size=(12, 3)).astype(np.float32), rng.normal(size=(8, 3, 2)).astype(np.float32)
+    sizes = np.int32([1, 0, 3, 2, 0, 1, 2, 1])  # the last two rows are in no group
+    expected = np.zeros((12, 2))
+    for row, expert in enumerate(np.repeat(np.arange(8), sizes)):
+        expected[row] = rows[row] @ kernels[expert]
+    whole = {"rows": PartitionSpec(), "sizes": PartitionSpec(), "out": PartitionSpec()}
+
+    def on_each(rows, kernels, sizes):
+        first = jax.lax.axis_index("d") * len(kernels)
+        return jax.lax.psum(experts.of_own_experts(rows, kernels, sizes, first), "d")
+
+    assert_close(on_four_devices(on_each, **whole)(rows=rows, kernels=kernels, sizes=sizes), expected, 1e-5)
+
+
+def test_the_bias_moves_towards_an_even_share(routed):
+    *_, logits, chosen = routed
+    probs, mask = np.asarray(jax.nn.softmax(logits)), np.arange(8) != 4
+    share = np.bincount(chosen[mask & (chosen >= 0).any(1)].ravel() + 1, minlength=5)[1:]
+    expected = 0.001 * np.sign(np.mean(share) - share)
+    of = masksafe.losses.RouterStatistics.of
+
+    def on_each(probs, chosen, mask):
+        return experts.moved_bias(jnp.zeros(4), of(probs, chosen, where=mask).psum("d"))
+
+    assert_close(experts.moved_bias(jnp.zeros(4), of(probs, chosen, where=mask)), expected, 1e-5)
+    assert_close(on_four_devices(on_each, out=PartitionSpec())(probs, chosen, mask), expected, 1e-5)
+    np.testing.assert_array_equal(experts.moved_bias(jnp.ones(4), of(probs, chosen, where=mask & False)), 1)
 
 
 # Sampling.
