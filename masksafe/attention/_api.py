@@ -8,6 +8,8 @@ import numbers
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import jax.numpy as jnp
+
 from masksafe._core import arguments, platforms, sharding
 from masksafe._core.arguments import message
 from masksafe._core.label_checks import nan_where_bad
@@ -88,6 +90,20 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]: ...
 
 
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool = ...,
+    return_max_logit: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Array, ...]: ...
+
+
 @public_op
 def dot_product_attention(
     query: ArrayLike,
@@ -115,7 +131,8 @@ def dot_product_attention(
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     axis_name: str | None = None,
-) -> Array | tuple[Array, Array]:
+    return_max_logit: bool = False,
+) -> Array | tuple[Array, ...]:
     r"""Scaled dot-product attention, in blocks: no array of size T x S, and no work on masked blocks.
 
     For every head, with sums over the unmasked keys of each query,
@@ -142,7 +159,7 @@ def dot_product_attention(
       scale: factor of the logits, a number or an array of one element, which gets a gradient; by default 1 / sqrt(H).
       is_causal: query t sees the keys up to t + `causal_offset`; with positions, those at its own position or before.
       query_seq_lengths: integers `[B]` in [0, T]; queries from this index on are masked. Lengths out of range are
-        clipped, and reported by `masksafe.label_checks`, which also makes their sample NaN.
+        clipped, and reported by `masksafe.label_checks`, which makes their sample NaN.
       key_value_seq_lengths: integers `[B]` in [0, S]; keys from this index on are masked.
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
@@ -162,8 +179,7 @@ def dot_product_attention(
         sigmoid(logsumexp - sink); the logsumexp stays that of the keys. Sinks get gradients.
       query_positions: integers `[B, T]`, which causal masks and windows compare with those of keys; by default the
         index plus `causal_offset`, which cannot be given with them. They need not be sorted, and are clipped to 2^29.
-      key_positions: integers `[B, S]`; by default the index. Negative positions are numbers like others: mask padding
-        by lengths, segments or a mask.
+      key_positions: integers `[B, S]`; by default the index. Negative positions are numbers like others.
       score_mod: a function `(logit, batch, head, query_position, key_position) -> logit`, traced for one pair and
         applied to every logit, after the bias. Floats that it closes over get gradients. At a masked pair it has no
         effect and no derivative, whatever it returns there.
@@ -172,11 +188,14 @@ def dot_product_attention(
       axis_name: inside `jax.shard_map`, the mesh axis over which time is split, for ring attention: queries are
         `[B, T / n, N, H]`, keys `[B, S / n, K, H]`, `mask` and `bias` broadcast to `[B, N, T / n, S]`, and indices and
         lengths count over all devices. Without it a device sees its own keys only.
+      return_max_logit: also return the largest logit of each head.
 
     Returns:
       The output `[B, T, N, width]` in the dtype of `query`; with `return_residual`, a tuple of it and the logsumexp
       `[B, T, N]` in float32 (float64 for float64), with an exact gradient. 16 bits are computed in float32 and rounded
       once; the weights may also be rounded before their product with the values, as they are on an accelerator.
+      With `return_max_logit` the largest :math:`x_{ts}` of each query head in the batch, `[N]`, comes last, in the same
+      dtype: -inf without an unmasked pair, NaN where a logsumexp is. It has no gradient.
 
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
@@ -203,12 +222,13 @@ def dot_product_attention(
       <https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html>`_, which it replaces:
       the arguments up to `return_residual` and their defaults are the same.
 
-      `Dao, FlashAttention-2, 2023 <https://arxiv.org/abs/2307.08691>`_; sinks: `Xiao et al., 2023
-      <https://arxiv.org/abs/2309.17453>`_; functions of pairs: `Dong et al., Flex Attention, 2024
-      <https://arxiv.org/abs/2412.05496>`_; the ring: `Liu et al., 2023 <https://arxiv.org/abs/2310.01889>`_.
+      `FlashAttention-2 <https://arxiv.org/abs/2307.08691>`_; sinks: `Xiao et al. <https://arxiv.org/abs/2309.17453>`_;
+      functions of pairs: `Flex Attention <https://arxiv.org/abs/2412.05496>`_; the ring: `Liu et al.
+      <https://arxiv.org/abs/2310.01889>`_.
     """
     is_causal = arguments.as_bool(OP, "is_causal", is_causal)
     return_residual = arguments.as_bool(OP, "return_residual", return_residual)
+    return_max_logit = arguments.as_bool(OP, "return_max_logit", return_max_logit)
     soft_cap = arguments.if_given(
         arguments.as_number, OP, "logit_soft_cap", logit_soft_cap, lambda cap: cap > 0, "a positive number or None"
     )
@@ -258,15 +278,18 @@ def dot_product_attention(
     plan = Plan(
         *(static_scale, soft_cap, dropout_rate, reach, sizes, rounds, ring),
         needs_lse=needs_lse,
+        needs_max=return_max_logit,
         shares_segments=query_segment_ids is key_value_segment_ids is not None,
         function=_callable.Function.of(implementation) if callable(implementation) else None,
     )
     kernels = _choose_kernels(implementation, plan, arrays, return_residual)
-    out, lse = attend(plan, axis_name, kernels, is_checkified(), arrays)
+    out, lse, max_logit = attend(plan, axis_name, kernels, is_checkified(), arrays)
     if bad_samples is not None:
         out = nan_where_bad(out, bad_samples[..., None, None, None])
-        lse = None if lse is None else nan_where_bad(lse, bad_samples[..., None, None])
-    return (out, lse) if return_residual else out
+        lse = nan_where_bad(lse, bad_samples[..., None, None])
+        max_logit = None if max_logit is None else nan_where_bad(max_logit, jnp.any(bad_samples))
+    others = *((lse,) if return_residual else ()), *(() if max_logit is None else (max_logit,))
+    return (out, *others) if others else out
 
 
 def _choose_kernels(implementation: object, plan: Plan, arrays: Arrays, return_residual: bool) -> Kernels:

@@ -18,6 +18,7 @@ from masksafe._core.derivatives import rule_with_plain_form
 from masksafe._core.linear import finite_or_zero, with_tangent_of, without_sign_of_zero
 from masksafe._core.per_device import along_devices
 from masksafe._core.precision import wide_dtype
+from masksafe._core.run_time import any_of
 from masksafe._core.sharding import AxisName, Devices
 from masksafe._core.switches import finds_nans
 from masksafe._core.typing import Array
@@ -38,8 +39,8 @@ _ELSEWHERE = "the program is lowered for another platform than "
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def attend(
     plan: Plan, axis_name: AxisName, kernels: Kernels, is_checkified: bool, arrays: Arrays
-) -> tuple[Array, Array]:
-    """Output and logsumexp for arrays with any batch dimensions, as one program for an eager call.
+) -> tuple[Array, Array, Array | None]:
+    """Output, logsumexp and largest logits for arrays with any batch dimensions, as one program for an eager call.
 
     On a mesh whose explicit axes split batch or heads, each device solves its own problems. It has all queries and
     keys, and all of the arrays that a mod closes over. `is_checkified` makes the program under checkify another one.
@@ -52,25 +53,32 @@ def attend(
     fields = fields._replace(allowed=over_pairs, score_mod=PartitionSpec(), mask_mod=PartitionSpec())
     by_head = PartitionSpec(*batch, None, "heads")
     operands: Any = Operands(*3 * (by_head,), over_pairs)  # type: ignore[arg-type]
-    names = operands, fields, PartitionSpec(), PartitionSpec("heads")
+    names, number_of_others = (operands, fields, PartitionSpec(), PartitionSpec("heads")), 1 + plan.needs_max
     args = x, pairs, arrays.scale, arrays.sinks
 
-    def on_device(
-        _: Devices, x: Operands, pairs: Pairs, scale: Array | None, sinks: Array | None
-    ) -> tuple[Array, Array]:
+    def on_device(_: Devices, x: Operands, pairs: Pairs, scale: Array | None, sinks: Array | None) -> tuple[Array, ...]:
         dtype, wide, batch = x.q.dtype, wide_dtype(x.q.dtype), x.q.shape[:-3]
         if 0 in (*x.q.shape[:-1], *x.k.shape[:-1], x.v.shape[-1]):  # no query has a key, or there is no output
             o = jnp.zeros((*x.q.shape[:-1], x.v.shape[-1]), dtype)
-            return o, jnp.full(x.q.shape[:-1], -jnp.inf, wide)
+            return o, *[jnp.full(x.q.shape[:-1], -jnp.inf, wide)] * number_of_others
         if scale is not None:
             x = x._replace(q=_product(x.q.astype(wide), scale.astype(wide)))
-        o, lse = _by_platform(plan, kernels, *_flattened(x, pairs))
-        o, lse = o.reshape(*batch, *o.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
+        results = _by_platform(plan, kernels, *_flattened(x, pairs))
+        o, lse, *largest = (a.reshape(*batch, *a.shape[1:]) for a in results)
         o = o if sinks is None else with_sinks(o, lse, sinks)
-        return o.astype(dtype), lse
+        return o.astype(dtype), lse, *largest
 
     names = jax.tree.broadcast(names, args)
-    return along_devices(on_device, Devices(), args, names, (by_head, by_head), check_vma=plan.function is None)
+    of_results = (by_head,) * (1 + number_of_others)
+    o, lse, *largest = along_devices(on_device, Devices(), args, names, of_results, check_vma=plan.function is None)
+    return o, lse, _of_heads(lse, *largest) if largest else None
+
+
+def _of_heads(lse: Array, largest: Array) -> Array:
+    """The largest logit `[N]` of each head, from those of queries `[..., T, N]`; NaN where the logsumexp of one is."""
+    axes = range(lse.ndim - 1)
+    is_bad = any_of(jnp.isnan(lse), axes)  # XLA loses a NaN in a maximum on a CPU
+    return jax.lax.stop_gradient(jnp.where(is_bad, jnp.nan, jnp.max(largest, tuple(axes), initial=-jnp.inf)))
 
 
 @jax.custom_jvp
@@ -112,8 +120,8 @@ def _flattened(x: Operands, pairs: Pairs) -> tuple[Operands, Pairs]:
     return x._replace(captured=() if mod is None else mod.captured), pairs
 
 
-def _by_platform(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`, wide, except an output that is rounded."""
+def _by_platform(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -> tuple[Array, ...]:
+    """What an executor returns, wide, except an output that is rounded."""
     if finds_nans():  # the reverse pass may keep these arrays
         q, k, v, bias = jax.tree.map(_nan_as_infinity, x[:4])
         x = x._replace(q=q, k=k, v=v, bias=bias)
@@ -127,7 +135,7 @@ def _by_platform(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -> tup
     if kernels.cudnn or kernels.splash:  # by name
         refusal = _splash.refusal(_ELSEWHERE + "a TPU") if kernels.splash else _cudnn.refusal(_ELSEWHERE + "CUDA")
 
-        def refused(x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+        def refused(x: Operands, pairs: Pairs) -> tuple[Array, ...]:
             return default(x._replace(q=platforms.refused_when_lowered(refusal, x.q)), pairs)
 
         named = "tpu" if kernels.splash else "cuda"
@@ -146,37 +154,38 @@ class Config(NamedTuple):
     gradients: Executor
 
 
-def _rounded(plan: Plan, x: Operands, results: tuple[Array, Array]) -> tuple[Array, Array]:
-    o, lse = results
-    return (o.astype(x.q.dtype) if plan.rounds else o), lse
+def _rounded(plan: Plan, x: Operands, results: tuple[Array, ...]) -> tuple[Array, ...]:
+    o, *others = results
+    return (o.astype(x.q.dtype) if plan.rounds else o), *others
 
 
-def _value(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+def _value(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, ...]:
     return _rounded(config.plan, x, config.values.value(config.plan, x, pairs))
 
 
-def _forward(config: Config, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Array], Any]:
+def _forward(config: Config, x: Operands, pairs: Pairs) -> tuple[tuple[Array, ...], Any]:
     results, residuals = config.gradients.forward(config.plan, x, pairs)
     return _rounded(config.plan, x, results), residuals
 
 
-def _reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tuple[Array, Array]) -> tuple[Any, Any]:
+def _reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tuple[Array, ...]) -> tuple[Any, Any]:
     x, pairs = args
-    dx = config.gradients.reverse(config.plan, x, pairs, residuals, d)
+    dx = config.gradients.reverse(config.plan, x, pairs, residuals, d[:2])  # type: ignore[arg-type]
     return jax.tree.map(lambda d, a: d.astype(a.dtype).reshape(a.shape), dx, x), jax.tree.map(lambda _: None, pairs)
 
 
-def _plain(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+def _plain(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, ...]:
     q, k, v = map(without_sign_of_zero, x[:3])  # in their cotangents
     plan, x = config.plan._replace(is_plain=True), x._replace(q=q, k=k, v=v)
-    results = _blocks.results(_rows.table, plan, x, pairs)
-    o, lse = _rounded(plan, x, (results.o, results.lse))
+    results = _blocks.results(_rows.table, plan, x, pairs).results(plan.needs_max)
+    o, lse, *largest = _rounded(plan, x, results)
     # A cotangent of a query without a key may be NaN.
-    return jnp.where(lse[..., None] == -jnp.inf, 0, o), jnp.where(lse == -jnp.inf, -jnp.inf, lse)
+    return jnp.where(lse[..., None] == -jnp.inf, 0, o), jnp.where(lse == -jnp.inf, -jnp.inf, lse), *largest
 
 
-def _in_plain_reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tuple[Array, Array]) -> Any:
-    return in_plain_reverse(args, d, *config.gradients.marks(jax.lax.stop_gradient(residuals)))
+def _in_plain_reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tuple[Array, ...]) -> Any:
+    args, d_results = in_plain_reverse(args, d[:2], *config.gradients.marks(jax.lax.stop_gradient(residuals)))  # type: ignore[arg-type]
+    return args, (*d_results, *d[2:])
 
 
 _attend = rule_with_plain_form(_forward, _reverse, None, _value, _plain, _in_plain_reverse)

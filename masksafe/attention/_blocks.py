@@ -27,7 +27,7 @@ from masksafe._core.precision import widened
 from masksafe._core.row_blocks import as_bits, from_bits
 from masksafe._core.sharding import may_loop
 from masksafe._core.tiles import Tile, if_any
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Arrays
 from masksafe.attention import _block
 from masksafe.attention._block import Rows
 from masksafe.attention._contract import Cotangents, any_takes_part, cleaned, cleaned_and_marked
@@ -162,17 +162,17 @@ class InBlocks(NamedTuple):
     recomputes: bool  # whether the reverse pass computes the softmax again, of blocks that have all keys
     values: Executor | None = None  # then: what computes the values, if not the blocks
 
-    def value(self, plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-        found = results(self.table, plan, x, pairs)
-        return found.o, found.lse
+    def value(self, plan: Plan, x: Operands, pairs: Pairs) -> Arrays:
+        return results(self.table, plan, x, pairs).results(plan.needs_max)
 
-    def forward(self, plan: Plan, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Array], Partial]:
+    def forward(self, plan: Plan, x: Operands, pairs: Pairs) -> tuple[Arrays, Partial]:
         if self.values is not None:
             o, lse = self.values.value(plan, x, pairs)
             return (o, lse), Partial(o[..., :1], lse[..., None], lse[..., None])
         found = results(self.table, plan, x, pairs)
         # The output as a residual is not rounded, since delta depends on it.
-        return (found.o, found.lse), found._replace(o=found.o[..., :1]) if self.recomputes else found
+        residuals = found._replace(o=found.o[..., :1]) if self.recomputes else found
+        return found.results(plan.needs_max), residuals
 
     def reverse(self, plan: Plan, x: Operands, pairs: Pairs, results: Partial, d: tuple[Array, Array]) -> Operands:
         # In a softmax that is computed again a query that sees no key has no weights.

@@ -2,7 +2,7 @@
 
 Taken: where `implementation` is a function, on every platform.
 Why: kernels that nobody here has written, such as those for a new GPU, get the contract.
-Left out: sinks, dropout, a soft cap, functions of logits, a ring, an array as scale, symbolic sizes.
+Left out: sinks, dropout, a soft cap, functions of logits, a ring, an array as scale, the largest logit, symbolic sizes.
 
 It is called as `jax.nn.dot_product_attention` is, with the keywords that the call needs. Masks that
 it has no keyword for become a mask of pairs. So do masks that would leave a query without a key, for a kernel need not
@@ -85,6 +85,7 @@ def check(plan: Plan, given: dict[str, Any]) -> None:
         "logit_soft_cap": plan.soft_cap is not None,
         "axis_name": plan.ring is not None,
         "an array as scale": "scale" in given,
+        "return_max_logit": plan.needs_max,
         "symbolic sizes": any(map(sharding.has_symbolic_size, (given["q"], given["k"], given["v"]))),
     }
     if (reason := next((reason for reason, holds in reasons.items() if holds), None)) is not None:

@@ -2,7 +2,8 @@ r"""The executor for CUDA: cuDNN's attention kernel, reached through `jax.nn`, a
 
 Taken: in programs for CUDA, where `reason_against` finds nothing against it; by default not where arrays may be split.
 Why: rows took 6.5 to 8 times as long (8x1024x16x64, bfloat16, packed and causal; an H100, jax 0.11.2).
-Left out: float32, sinks, a soft cap, functions of logits, dropout, a ring, odd sizes, the logsumexp.
+Left out: float32, sinks, a soft cap, functions of logits, dropout, a ring, odd sizes, the logsumexp, the largest
+logit.
 
 It has a causal mask with a left window, and lengths. All other masks become one array of pairs, added to the logits.
 `jax.nn` would add -2**41, which large logits outweigh; here it is -2**126, which no logit outweighs.
@@ -73,6 +74,7 @@ def reason_against(plan: Plan, given: dict[str, Any], is_named: bool, return_res
         "it has no logit_soft_cap": plan.soft_cap is not None,
         "its dropout takes no key": "dropout_key" in given,
         "its logsumexp is rounded to 16 bits and has no gradient": return_residual,
+        "it has no largest logit": plan.needs_max,
         "the bias has another dtype than the query": bias is not None and bias.dtype != q.dtype,
         "the bias is not one for all queries and keys": bias is not None and bias.shape[-2:] != (num_queries, num_keys),
         "no number of float16 is low enough to mask a pair": masks_by_array and q.dtype == jnp.float16,

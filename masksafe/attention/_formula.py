@@ -3,7 +3,7 @@ r"""The executor of values on a CPU: the textbook's formula, :math:`\mathrm{soft
 Taken: for values on a CPU, with up to 1,024 keys under a static mask and 511 under another one, any number without one;
 also as the forward pass of a gradient whose problems are one block each.
 Why: the loop takes 1.07 to 1.27 times as long (2x1024x4x64, 24x96x6x64, 8x512x8x64, causal; AMD EPYC, jax 0.12).
-Left out: dropout, functions of pairs, positions, a ring; and jax 0.10, whose XLA lacks the library.
+Left out: dropout, functions of pairs, positions, a ring, the largest logit; and jax 0.10, whose XLA lacks the library.
 
 XLA makes one kernel of two products and the softmax between them, which writes only the output. A kernel contains no
 selection and no comparison, and no NaN may enter it: so a mask is a minimum with :math:`\pm\infty`, and the contract is
@@ -59,7 +59,7 @@ def serves(choice: Choice) -> bool:
     plan, pairs = choice.plan, choice.pairs
     has_static_reach = plan.reach is None or static_reach(plan, pairs) is not None
     others = pairs.score_mod, pairs.mask_mod, pairs.words, plan.ring
-    return has_static_reach and may_loop((choice.x, pairs)) and all(a is None for a in others)
+    return has_static_reach and not plan.needs_max and may_loop((choice.x, pairs)) and all(a is None for a in others)
 
 
 @dataclasses.dataclass(frozen=True)

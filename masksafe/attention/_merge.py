@@ -58,6 +58,10 @@ class Partial(NamedTuple):
         """The logsumexp `[...]`."""
         return (self.m + jnp.log(self.l))[..., 0]
 
+    def results(self, with_max: bool) -> Arrays:
+        """What attention returns, the output if it is divided and the logsumexp; and the largest logits."""
+        return (self.o, self.lse, self.m[..., 0]) if with_max else (self.o, self.lse)
+
 
 Outs = tuple[Array | None, ...]
 _Result = tuple[Array, Array]

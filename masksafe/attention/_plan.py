@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     on_accelerator: bool = False
     is_plain: bool = False  # whether JAX differentiates the program: then no loop has a length that depends on values
     needs_lse: bool = True  # whether the logsumexp is needed
+    needs_max: bool = False  # whether the largest logits are needed
     shares_segments: bool = False  # whether queries and keys have one array of segments
     function: Any = None  # the user's own kernel, a `_callable.Function`
 
@@ -66,17 +67,18 @@ class Kernels(NamedTuple):
 class Executor(Protocol):
     """What computes attention: operands may hold anything, and results keep the contract. Batches are merged."""
 
-    def value(self, plan: Plan, x: Operands, pairs: Any) -> tuple[Array, Array]:
-        """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`.
+    def value(self, plan: Plan, x: Operands, pairs: Any) -> Arrays:
+        """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`; if it is needed, the largest logit as well.
 
-        A logsumexp that `plan` does not need may be any number, but is -inf for a query that sees no key.
+        A logsumexp that `plan` does not need may be any number, but is -inf for a query that sees no key. The largest
+        logit of a query that sees something bad may be any number.
         """
 
-    def forward(self, plan: Plan, x: Operands, pairs: Any) -> tuple[tuple[Array, Array], Any]:
+    def forward(self, plan: Plan, x: Operands, pairs: Any) -> tuple[Arrays, Any]:
         """The same, and what the reverse pass needs."""
 
     def reverse(self, plan: Plan, x: Operands, pairs: Any, residuals: Any, d: tuple[Array, Array]) -> Operands:
-        """The cotangents of the operands."""
+        """The cotangents of the operands, from those of the output and the logsumexp."""
 
     def marks(self, residuals: Any) -> tuple[Array, Array]:
         """Which queries are bad or see something bad, and which see no key, `[B, T, N]`."""

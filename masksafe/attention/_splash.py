@@ -77,6 +77,7 @@ def reason_against(plan: Plan, given: dict[str, Any], is_named: bool) -> str | N
         f"the dtype is {given['k'].dtype}, not bfloat16 or float32": given["k"].dtype
         not in (jnp.bfloat16, jnp.float32),
         "it has no axis_name": plan.ring is not None,
+        "it has no largest logit": plan.needs_max,
         "it has no array over pairs as mask": "mask" in given,
         "it has no bias": "bias" in given,
         "it has no score_mod": "score_mod" in given,

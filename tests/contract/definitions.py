@@ -445,6 +445,16 @@ def attention(where, q, k, v, scale=None, change=lambda x, *pairs: x):
     return out, lse
 
 
+def largest_logits(where, q, k, v):
+    """Of each head [N]; -inf of no pair."""
+    found = np.full(q.shape[2], -np.inf)
+    for b, t, n in np.ndindex(q.shape[:3]):
+        left = np.flatnonzero(where[b, t])
+        logits = k[b, left, n * k.shape[2] // q.shape[2]] @ q[b, t, n] / math.sqrt(q.shape[3])
+        found[n] = np.max(logits, initial=found[n])
+    return (found,)
+
+
 def attention_with_options(where, q, k, v, bias, sinks, scale, slopes, behind):
     """With a soft cap of 2, then a bias, a `score_mod` of the distance, and sinks, which the logsumexp leaves out."""
 

@@ -307,9 +307,13 @@ def _attention_over(
     options: Any = dict,
     where: np.ndarray = PAIRS,
     key_heads: int = 1,
+    largest: bool = False,
     **others: Any,
 ) -> Op:
-    """Attention with `options` of the arrays behind the value; they allow no more than the pairs `allowed`."""
+    """Attention with `options` of the arrays behind the value; they allow no more than the pairs `allowed`.
+
+    Its results are the output and the logsumexp, or the largest logits alone, which have no gradient.
+    """
     batch, num_queries, num_keys = where.shape
     shapes = (batch, num_queries, HEADS, 4), (batch, num_keys, key_heads, 4), (batch, num_keys, key_heads, 3)
     more = more or {}
@@ -319,8 +323,10 @@ def _attention_over(
             {n: a for n, a in given.items() if n in more},
             {n: a for n, a in given.items() if n not in more},
         )
-        named = {"mask": None if w is None else w[:, None], "return_residual": True, **options(**arrays), **changed}
-        return masksafe.dot_product_attention(query, key, value, **named)
+        returned = {"return_max_logit" if largest else "return_residual": True}
+        named = {"mask": None if w is None else w[:, None], **returned, **options(**arrays), **changed}
+        results = masksafe.dot_product_attention(query, key, value, **named)
+        return results[1] if largest else results
 
     def hidden(where: np.ndarray) -> list[np.ndarray]:
         seen = where & allowed
@@ -329,14 +335,15 @@ def _attention_over(
         gone = of_queries, of_keys, of_keys, *of_pairs
         return [np.broadcast_to(h, x) for h, x in zip(gone, (*shapes, *(x.shape for x in more.values())), strict=True)]
 
-    arrays = zip(("query", "key", "value"), (masked(floats(*shape)) for shape in shapes), strict=True)
+    of_shapes = (masked(floats(*shape), is_constant=largest) for shape in shapes)
+    arrays = zip(("query", "key", "value"), of_shapes, strict=True)
     return Op(
         fn,
         {**dict(arrays), **{name: whole(x) for name, x in more.items()}},
         where,
         lambda w, *args: definition(w & allowed, *args),
-        (0.0, -np.inf),
-        outputs=("row", "row"),
+        (-np.inf,) if largest else (0.0, -np.inf),
+        outputs=("whole",) if largest else ("row", "row"),
         hidden=hidden,
         **others,
     )
@@ -897,6 +904,7 @@ OPS = {
         _all_options,
         may_be_unmasked=False,  # which costs one more program
     ),
+    "dot_product_attention, largest logit": _attention_over(np.ones((T, S), bool), of.largest_logits, largest=True),
     # Products of matrices with a side of 1, which XLA computes in other ways.
     "dot_product_attention, one query": _attention_over(
         np.ones_like(ONE_QUERY), of.attention, where=ONE_QUERY, key_heads=HEADS

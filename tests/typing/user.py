@@ -67,6 +67,7 @@ def flags(flag: bool) -> None:
     assert_type(attend(HEADS, HEADS, HEADS), jax.Array)
     assert_type(attend(HEADS, HEADS, HEADS, return_residual=True), Pair)
     assert_type(attend(HEADS, HEADS, HEADS, return_residual=flag), jax.Array | Pair)
+    assert_type(attend(HEADS, HEADS, HEADS, return_max_logit=True), tuple[jax.Array, ...])
     assert_type(masksafe.logsumexp(X), jax.Array)
     assert_type(masksafe.logsumexp(X, return_sign=True), Pair)
     assert_type(masksafe.logsumexp(X, return_sign=flag), jax.Array | Pair)
