@@ -12,6 +12,7 @@ from jax import lax
 from masksafe._core.arguments import as_array, as_operand, broadcast_shapes, check_broadcasts_to, message
 from masksafe._core.masks import as_mask, first_of
 from masksafe._core.public_op import public_op
+from masksafe._core.sharding import is_random_key
 from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
 
 
@@ -50,6 +51,8 @@ def keep(x: ArrayLike, *, where: ArrayLike, value: ArrayLike = 0) -> Array:
     """
     op = "keep"
     x, value, mask = as_array(op, "x", x), as_operand(op, "value", value), as_mask(op, "where", where)
+    if is_random_key(x) and not (isinstance(value, jax.Array) and is_random_key(value)):
+        raise TypeError(message(op, "value", f"value {value}", "random keys, as x has"))
     check_broadcasts_to(op, "where", mask.shape, x.shape, "x")
     check_broadcasts_to(op, "value", np.shape(value), x.shape, "x")
     return _select(mask, x, False if x.dtype == jnp.bool_ and type(value) is int and value == 0 else value)

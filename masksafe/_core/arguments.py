@@ -6,6 +6,7 @@ Types and dtypes raise TypeError; ranks, shapes and axes raise ValueError.
 """
 
 import functools
+import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,20 +95,22 @@ def as_empty_value(op: str, value: object, dtype: DType) -> Any:
     """The argument `empty_value` of an op, a scalar in the dtype of its result, or None."""
     if value is None:
         return None
-    array, is_float = as_array(op, "empty_value", value), _is_of(jnp.inexact, dtype)
-    if array.ndim:
-        raise ValueError(message(op, "empty_value", f"shape {array.shape}", "a number, or an array of shape ()"))
-    is_refused = _is_of(jnp.complexfloating, array.dtype) and not _is_of(jnp.complexfloating, dtype)
-    if isinstance(array, jax.core.Tracer):
+    # NumPy has Python's numbers as they are: JAX rounds them, and refuses those beyond 32 bits.
+    given: Any = np.asarray(value) if isinstance(value, numbers.Number) else as_array(op, "empty_value", value)
+    if given.ndim:
+        raise ValueError(message(op, "empty_value", f"shape {given.shape}", "a number, or an array of shape ()"))
+    is_float, found = _is_of(jnp.inexact, dtype), f"value {value}"
+    is_refused = not (_is_of(jnp.number, given.dtype) or given.dtype == jnp.bool_)
+    is_refused |= _is_of(jnp.complexfloating, given.dtype) and not _is_of(jnp.complexfloating, dtype)
+    if isinstance(given, jax.core.Tracer):
+        found = f"dtype {given.dtype}"
         with jax.numpy_dtype_promotion("standard"):
-            is_refused |= not is_float and jnp.promote_types(array.dtype, dtype) != dtype
-        given: Any = array
-        found = f"dtype {array.dtype}"
-    else:
-        given, found = np.asarray(value), f"value {value}"  # as it was given: JAX may round it
+            is_refused |= not (is_refused or is_float) and jnp.promote_types(given.dtype, dtype) != dtype
+    elif not is_refused:
+        given = np.asarray(given)
         with np.errstate(all="ignore"):
-            held = given if is_refused else given.astype(dtype)
-        is_refused |= not (np.isfinite(held) == np.isfinite(given) if is_float else held == given)
+            held = given.astype(dtype)
+        is_refused = not (np.isfinite(held) == np.isfinite(given) if is_float else held == given)
     if is_refused:
         raise TypeError(message(op, "empty_value", found, f"a number that {dtype} holds, the dtype of the result"))
     return given.astype(dtype)

@@ -14,8 +14,8 @@ class Groups(Protocol):
     def unmasked(self, x: Array, where: Array | None) -> Array | None:
         """Which elements are unmasked; None: all."""
 
-    def have_unmasked(self, x: Array, where: Array | None) -> Array:
-        """Which groups have an unmasked element, on any device."""
+    def have_unmasked(self, x: Array, where: Array | None) -> Array | None:
+        """Which groups have an unmasked element, on any device; None: all."""
 
     def sum(self, x: Array) -> Array:
         """The sum of each group, over all devices."""
@@ -38,6 +38,6 @@ def with_value_of_empty(groups: Groups, results: Array, x: Array, where: Array |
 
     The mask tells, not the result: an unmasked infinity stays.
     """
-    if value is None:
+    if value is None or (have_unmasked := groups.have_unmasked(x, where)) is None:
         return results
-    return jnp.where(groups.have_unmasked(x, where), results, lax.stop_gradient(value))
+    return jnp.where(have_unmasked, results, lax.stop_gradient(value))

@@ -114,7 +114,10 @@ class Rows(NamedTuple):
     def unmasked(self, x: Array, where: Array | None) -> Array | None:
         return where
 
-    def have_unmasked(self, x: Array, where: Array | None) -> Array:
+    def have_unmasked(self, x: Array, where: Array | None) -> Array | None:
+        sizes = [x.shape[a] for a in self.axes]
+        if where is None and all(isinstance(n, int) and n > 0 for n in sizes):
+            return None
         unmasked = jnp.ones_like(x, bool) if where is None else jnp.broadcast_to(where, x.shape)
         return self.devices.any(run_time.any_of(unmasked, self.axes, keepdims=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 
 from masksafe._core import arguments, run_time
 from masksafe._core.arguments import as_empty_value
@@ -117,7 +118,7 @@ def _extremum(is_max: bool, how: Reduction, x: Array, where: Array | None, empty
 
 def _reduce(is_max: bool, rows: Rows, x: Array, empty: float) -> Array:
     reduce = jnp.max if is_max else jnp.min
-    here = reduce(x, rows.axes, keepdims=True, initial=empty)
+    here = reduce(x, rows.axes, keepdims=True, initial=np.asarray(empty, x.dtype))  # an int may be beyond int32
     if jnp.issubdtype(x.dtype, jnp.floating):  # of 1024x1024 XLA loses a NaN on a CPU (jax 0.10 and 0.12)
         here = jnp.where(run_time.any_of(jnp.isnan(x), rows.axes, keepdims=True), jnp.nan, here)
     return over_devices(is_max, here, rows.devices)

@@ -322,7 +322,7 @@ def convert(model: _M) -> tuple[_M, Conversion]:
     """A model with equinox's norms and attention layers replaced by those of this module.
 
     They keep their arrays and options. A `State` from before stays valid. The state of an optimizer has the classes of
-    the model's layers in it: convert it too.
+    the model's layers in it: convert it too. Layers in static fields, and those of bound methods, are not seen.
 
     Norms get no mask by this. Where the model does not pass them one, a selection behind the look-ups keeps NaN out,
     `masksafe.keep(x, where=valid[..., None])`; but in norms over several positions, such as `BatchNorm`, its zeros

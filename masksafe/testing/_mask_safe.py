@@ -231,7 +231,8 @@ class _Call(NamedTuple):
 
     def replaced(self, arguments: Iterable[int], replace: Callable[[Any, np.ndarray], Any]) -> tuple[Any, ...]:
         """All arguments, with `replace` applied to the leaves of some of them and their masks."""
-        new = {i: jax.tree.map(replace, self.args[i], self.masks[i]) for i in arguments}
+        of_masked = lambda leaf, mask: replace(leaf, mask) if mask.any() else leaf  # noqa: E731
+        new = {i: jax.tree.map(of_masked, self.args[i], self.masks[i]) for i in arguments}
         return _trees.replace_arguments(self.args, new)
 
     def fillings(self) -> Iterator[_Filling]:
@@ -260,28 +261,31 @@ class _Call(NamedTuple):
         return np.asarray(arrays[(drawn, *np.indices(drawn.shape))])
 
     def kinds(self, leaf: Any) -> Kinds:
-        """The garbage that an array of this dtype can hold."""
+        """The garbage that an array of this dtype can hold, as JAX has it: without 64 bits, unless they are enabled."""
         drawn: np.ndarray
-        if leaf.dtype == np.bool_:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if dtype == np.bool_:
             values: Sequence[float] = (False, True)
             drawn = self.rng.integers(2, size=leaf.shape)
         elif is_float(leaf):
-            extremes = jnp.finfo(leaf.dtype)
+            extremes = jnp.finfo(dtype)
             usual = (np.nan, np.inf, -np.inf, float(extremes.max), float(extremes.min), 0.0)
             values = usual if self.garbage is None else self.garbage
             drawn = self.rng.normal(scale=100.0, size=leaf.shape)
         else:
-            least, largest = int(jnp.iinfo(leaf.dtype).min), int(jnp.iinfo(leaf.dtype).max)
+            least, largest = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
             chosen = (least, largest, -1, -100, 0) if self.garbage is None else self.garbage
             values = [int(v) for v in chosen if np.isfinite(v) and v == int(v) and least <= v <= largest]
-            drawn = self.rng.integers(least, largest, leaf.shape, dtype=leaf.dtype, endpoint=True)
-        kinds = {str(value): np.full(leaf.shape, np.asarray(value).astype(leaf.dtype)) for value in values}
-        return kinds | {"random numbers": drawn.astype(leaf.dtype)} if self.garbage is None else kinds
+            drawn = self.rng.integers(least, largest, leaf.shape, dtype=dtype, endpoint=True)
+        kinds = {str(value): np.full(leaf.shape, np.asarray(value).astype(dtype)) for value in values}
+        return kinds | {"random numbers": drawn.astype(dtype)} if self.garbage is None else kinds
 
 
 def _masks_of(arg: Tree, mask: Tree, name: str) -> Tree:
     """The masks of all leaves of an argument; without a mask nothing is masked."""
     if jax.tree_util.all_leaves([arg]):
+        if isinstance(mask, Mapping):
+            raise ValueError(message(_OP, name, f"a {type(mask).__name__}", "a mask, since the argument is an array"))
         return _expanded(False if mask is None else mask, np.shape(arg), name)
     if mask is None or isinstance(mask, bool):
         return jax.tree.map(lambda x: np.full(np.shape(x), bool(mask)), arg)

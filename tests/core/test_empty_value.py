@@ -97,7 +97,16 @@ def test_a_row_is_empty_if_it_is_on_all_devices(op):
 
 @pytest.mark.parametrize(
     ("dtype", "value"),
-    [("int32", 0.5), ("uint8", 300), ("uint8", -1), ("bool", 2), ("int32", np.nan), ("float16", 1e5), ("float32", 1j)],
+    [
+        ("int32", 0.5),
+        ("uint8", 300),
+        ("uint8", -1),
+        ("bool", 2),
+        ("int32", np.nan),
+        ("float16", 1e5),
+        ("float32", 1j),
+        ("int8", 2**40),
+    ],
 )
 def test_a_value_that_the_dtype_does_not_hold_is_refused(dtype, value):
     for op in ("max", "segment_min"):
@@ -115,7 +124,16 @@ def test_a_traced_value_of_a_dtype_that_does_not_fit_is_refused(dtype, value):
 
 @pytest.mark.parametrize(
     ("dtype", "value"),
-    [("bfloat16", 0.1), ("int8", -128.0), ("bool", 1), ("float16", np.inf), ("complex64", 2j), ("float32", np.nan)],
+    [
+        ("bfloat16", 0.1),
+        ("int8", -128.0),
+        ("bool", 1),
+        ("uint32", 2**32 - 1),
+        ("float32", 2**40),
+        ("float16", np.inf),
+        ("complex64", 2j),
+        ("float32", np.nan),
+    ],
 )
 def test_a_value_takes_the_dtype_of_the_result(dtype, value):
     op = masksafe.logsumexp if dtype == "complex64" else masksafe.max

@@ -108,7 +108,9 @@ def test_variance_of_many_long_rows_keeps_its_digits():
         np.testing.assert_allclose(gradient, 2 / 300 * (exact - exact.mean(1, keepdims=True)), rtol=1e-5, atol=3e-9)
 
 
-@parametrize(("dtype", "least", "most"), [("int8", -128, 127)], exhaustive=[("uint8", 0, 255), ("bool", False, True)])
+@parametrize(
+    ("dtype", "least", "most"), [("uint32", 0, 2**32 - 1)], exhaustive=[("int8", -128, 127), ("bool", False, True)]
+)
 def test_extrema_of_no_integers(dtype, least, most):
     nothing = np.zeros((0,), dtype)
     assert (masksafe.max(nothing), masksafe.min(nothing)) == (least, most)
