@@ -79,7 +79,7 @@ def label_checks(mode: LabelChecks) -> Iterator[None]:
 
     Masked labels are never reported. Bad are
 
-    * an integer label outside [0, num_classes) or at a masked class;
+    * an integer label outside [0, num_classes), at a masked class or not among `kept_ids`; one of these out of range;
     * a class of top-k targets that is named twice, and a log-probability of theirs that is NaN or above 0;
     * a label of a distribution, or a target of a divergence, that is negative or not finite; a row of labels of a
       distribution that sums to neither 1 nor 0;

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Unpack, overload
 
+import jax.numpy as jnp
+
 from masksafe._core import arguments, label_checks, sharding
-from masksafe._core.masks import read_mask
+from masksafe._core.labels import at_labels
+from masksafe._core.masks import both, either, read_mask
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._rows import _arguments
+from masksafe._core.run_time import any_of
+from masksafe._core.sharding import AxisName
+from masksafe._core.typing import Array, ArrayLike, jitted
+from masksafe.losses._rows import _arguments, _kept
 from masksafe.losses._rows._arguments import No, Yes
+from masksafe.losses._rows._columns import Columns, logits_at
 from masksafe.losses._rows._cross_entropy import PREDICTIONS, CrossEntropy, Output
 from masksafe.losses._rows._linear_layer import LinearInputs
 from masksafe.losses._rows._linear_loss import LinearLoss
@@ -22,6 +28,7 @@ class _Rest(_arguments.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
     temperature: float
+    kept_ids: ArrayLike | None
 
 
 @overload
@@ -69,6 +76,7 @@ def linear_log_probs(
     with_entropy: bool = False,
     class_mask: ArrayLike | None = None,
     with_predictions: bool = False,
+    kept_ids: ArrayLike | None = None,
 ) -> Array | tuple[Array, ...]:
     r"""Log-probability of each label under the softmax of a linear layer, without the logits in memory.
 
@@ -92,11 +100,12 @@ def linear_log_probs(
       logit_soft_cap: :math:`\kappa`, positive, or None for no cap.
       block_size: the most tokens in a block; None chooses it.
       axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
-        count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
+        and ids count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
       with_entropy: whether to return the entropies too.
-      class_mask: booleans `[V]`, split like the classes; False takes a class from the softmax, as for a padded
-        vocabulary.
+      class_mask: booleans `[V]`, split like the classes; False takes a class away, as for a padded vocabulary.
       with_predictions: whether to return the most probable classes and the logsumexps too.
+      kept_ids: integers `[..., K]`, or None: the classes that each token keeps, a set padded by -1, as of top-k or
+        top-p. Only their logits are computed; they count if `class_mask` leaves them.
 
     Returns:
       The log-probabilities `[...]`; with `with_entropy` a pair of these and the entropies `[...]` in nats. Their dtype
@@ -110,6 +119,8 @@ def linear_log_probs(
         entropy, which does not depend on it.
       * Masked classes have gradients of 0 and no influence. A label at one has log-probability -inf, and is reported by
         `masksafe.label_checks`. If all classes are masked, both are 0, as at masked tokens.
+      * A label that its token does not keep has log-probability -inf too. A token that keeps no class is masked. An id
+        out of range, other than -1, makes the results of its token NaN and the prediction -1.
       * A bias of -inf excludes a class as well, with a soft cap too: it adds nothing to the entropy, and its
         log-probability is -inf. If it excludes all of them, both are NaN.
       * Where the cotangents are 0, the gradients are 0, even if the outputs are NaN.
@@ -137,13 +148,54 @@ def linear_log_probs(
     temperature = _arguments.read_number(_OP, "temperature", temperature)
     block_size = _arguments.read_block_size(_OP, block_size)
     class_mask = _arguments.read_class_mask(_OP, class_mask, layer.kernel)
-    inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
+    names: tuple[Output, ...] = ("log_prob", "entropy") if with_entropy else ("log_prob",)
+    inputs = LinearInputs((layer,), labels, None, where)
+    if kept_ids is not None:
+        ids = _kept.read_kept_ids(_OP, kept_ids, labels.shape, "labels")
+        with_predictions = arguments.as_bool(_OP, "with_predictions", with_predictions)
+        formula = CrossEntropy(names + PREDICTIONS[:1] * with_predictions, soft_cap, temperature)
+        return _of_kept(formula, inputs, ids, class_mask, block_size, axis_name, with_predictions)
+    inputs = inputs.without_masked(class_mask, axis_name)
     bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
     with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
-    names: tuple[Output, ...] = ("log_prob", "entropy") if with_entropy else ("log_prob",)
     formula = CrossEntropy(names + PREDICTIONS * with_predictions, soft_cap, temperature)
     log_probs, *others = evaluate(LinearLoss(formula, block_size, axis_name), inputs)
     if with_predictions:
         others[-2:] = _arguments.predictions(*others[-2:])
     log_probs = label_checks.nan_where_bad(log_probs, bad_rows)
     return (log_probs, *others) if others else log_probs
+
+
+def _of_kept(
+    formula: CrossEntropy,
+    inputs: LinearInputs,
+    ids: Array,
+    class_mask: Array | None,
+    block_size: int | None,
+    axis_name: str | None,
+    with_predictions: bool,
+) -> Array | tuple[Array, ...]:
+    """What the op returns over the kept sets of tokens."""
+    (layer,), labels, number = inputs.layers, inputs.data, inputs.classes(axis_name).number
+    kept, unmasked = _kept_of_tokens(number, axis_name, ids, labels, inputs.unmasked, class_mask)
+    bad_rows = _arguments.check_labels(_OP, inputs._replace(unmasked=unmasked), class_mask, axis_name)
+    bad_rows = either(bad_rows, _kept.check_kept_ids(_OP, ids, labels, kept, number, unmasked))
+    logits = logits_at(Columns(block_size, axis_name), layer, kept.classes, kept.is_kept)
+    log_probs, *others = _kept.outputs_of_kept(formula, logits, kept)
+    log_probs = label_checks.nan_where_bad(log_probs, bad_rows)
+    if with_predictions:
+        others.insert(-1, _kept.prediction(formula, logits, kept))  # in front of the logsumexps
+    return (log_probs, *others) if others else log_probs
+
+
+@jitted(0, 1)
+def _kept_of_tokens(
+    number: int, axis_name: AxisName, ids: Array, labels: Array, unmasked: Array | None, class_mask: Array | None
+) -> tuple[_kept.Kept, Array | None]:
+    """The sets, and which tokens are unmasked."""
+    if class_mask is None:
+        return _kept.kept_of(ids, labels, number, unmasked, lambda _: None), unmasked
+    any_class = jnp.broadcast_to(sharding.Devices(axis_name).any(any_of(class_mask)), labels.shape)
+    unmasked, classes = both(unmasked, any_class), class_mask.astype(jnp.int32)
+    is_unmasked = lambda ids: at_labels(classes, ids, axis_name) > 0  # noqa: E731
+    return _kept.kept_of(ids, labels, number, unmasked, is_unmasked), unmasked

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, overload
 
 from masksafe._core import arguments, label_checks
+from masksafe._core.masks import either
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe.losses._labelled import read_integer_labels
+from masksafe.losses._rows import _kept
 from masksafe.losses._rows._arguments import read_number
 from masksafe.losses._rows._cross_entropy import CrossEntropy, Output
 from masksafe.losses._rows._dense import RowLoss, outputs_of_rows
@@ -22,6 +25,7 @@ def log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: Literal[False] = False,
+    kept_ids: ArrayLike | None = None,
 ) -> Array: ...
 
 
@@ -34,6 +38,7 @@ def log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: Literal[True],
+    kept_ids: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
 
 
@@ -46,6 +51,7 @@ def log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool,
+    kept_ids: ArrayLike | None = None,
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -58,6 +64,7 @@ def log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    kept_ids: ArrayLike | None = None,
 ) -> Array | tuple[Array, Array]:
     r"""The log-probabilities of labels, such as the tokens or actions that a policy has taken, and its entropy.
 
@@ -77,6 +84,8 @@ def log_probs(
         the result: for logits `[2, 2]`, a mask `(2,)` masks rows.
       temperature: the number by which the logits are divided, as they are when a policy is sampled; positive.
       with_entropy: whether to return the entropy too.
+      kept_ids: integers `[..., K]`, or None: the classes that each row keeps, a set padded by -1, as of top-k or top-p.
+        Only they count in the softmax, if `where` leaves them. Axes of size 1 broadcast to those of the result.
 
     Returns:
       The log-probabilities `[...]`; with `with_entropy` a tuple of them and the entropies `[...]`. Both have the
@@ -88,6 +97,8 @@ def log_probs(
         through it too. The entropy does not depend on the label.
       * A label whose class is masked or has a logit of -inf has log-probability -inf. A class with a logit of
         -inf adds nothing to the entropy. Logits of only -inf have no probabilities: both are NaN.
+      * With `kept_ids`, the other classes are masked, so a label among them has log-probability -inf. A row that keeps
+        no class is masked. An id out of range, other than -1, makes its row NaN.
       * A NaN or +inf in an unmasked logit makes the entropy and the gradients of its own row NaN, and the
         log-probability NaN, or -inf where the logit +inf belongs to a class other than the label.
       * Where the cotangent of a result is 0, so is the gradient through it, even in a row with a NaN. (For second
@@ -103,6 +114,11 @@ def log_probs(
       ...     print(log_probs, entropy, sep="\n")
       [-1.0986 -0.0949  0.    ]
       [1.0986 0.3666 0.    ]
+      >>> top_2 = jnp.array([[0, 2], [0, 1], [-1, -1]])
+      >>> of_two = masksafe.losses.log_probs(logits, tokens, kept_ids=top_2)
+      >>> with jnp.printoptions(precision=4):
+      ...     print(of_two)
+      [-0.6931 -0.0486  0.    ]
 
     References:
       trl's ``selective_log_softmax`` and ``entropy_from_logits``; ``log_prob`` and ``entropy`` of
@@ -115,6 +131,13 @@ def log_probs(
     static, array = (1.0, None) if temperature == 1 else arguments.as_static_or_array(temperature, *inputs[:2])
     names: tuple[Output, ...] = ("log_prob", "entropy") if with_entropy else ("log_prob",)
     formula = CrossEntropy(names, temperature=1.0 if static is None else static)
-    log_p, *entropies = outputs_of_rows(RowLoss(formula, axes), inputs, array)
+    if kept_ids is None:
+        log_p, *entropies = outputs_of_rows(RowLoss(formula, axes), inputs, array)
+    else:
+        ids = _kept.read_kept_ids(op, kept_ids, inputs.labels.shape, "logits and labels together")
+        places, kept, unmasked = _kept.kept_of_rows(axes, inputs, ids)
+        number = math.prod(inputs.logits.shape[a] for a in axes)
+        bad_rows = either(bad_rows, _kept.check_kept_ids(op, ids, inputs.labels, kept, number, unmasked))
+        log_p, *entropies = _kept.outputs_of_kept(formula, places, kept, array)
     log_p = label_checks.nan_where_bad(log_p, bad_rows)
     return (log_p, entropies[0]) if with_entropy else log_p

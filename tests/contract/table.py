@@ -158,6 +158,12 @@ SEGMENT_IDS, SEGMENTS_OF_ROWS = np.array([0, 1, 2, 0, 2, 0], np.int32), 5
 DOCUMENTS = np.array([[7, -1, 7, -1], [0, 0, 1, 1], [2, 2, 2, 3], [0, 1, 2, 3], [5, 5, 5, 5], [1, 0, 1, 0]], np.int32)
 PAIR_IDS = np.array([0, 1, 0, 2, 1, 3], np.int32)
 EXPERTS = np.array([[0, 1], [2, 3], [3, -1], [1, 0], [0, 2], [2, 1]], np.int32)
+# The ids of five classes of eight, and of four of five, in any order, some of them twice.
+KEPT_IDS = np.array(
+    [[0, 1, 2, 3, 6], [6, 3, 2, 1, 0], [2, 6, 0, 1, 3], [1, 0, 3, 6, 2], [3, 2, 6, 0, 1], [6, 0, 1, 2, 3]], np.int32
+)
+KEPT_IDS = np.concatenate([KEPT_IDS, np.array([[-1, 2], [0, -1], [-1, -1], [3, 3], [1, -1], [2, 6]], np.int32)], 1)
+KEPT_OF_FIVE = np.where(KEPT_IDS == 6, -1, KEPT_IDS)
 TOP_CLASSES = np.array([[1, 4], [0, 3], [4, 2], [2, 1], [3, 0], [0, 1]], np.int32)
 
 # Of attention. Query 0 of the first sample sees no key, no query sees its key 2, and each kind of mask hides a pair
@@ -403,6 +409,29 @@ def _with_padding(op: Callable[..., Any], formula: Callable[..., Any], arguments
     return _of_tokens(with_mask, of_classes_left, arguments, hidden=hidden, **others)
 
 
+def _of_kept(op: Callable[..., Any], arguments: dict[str, Argument], where: np.ndarray, logits_of: Any = None) -> Op:
+    """Log-probabilities over kept sets, the same for all rows, which hide the other classes."""
+    ids = arguments["kept_ids"].array
+    number = arguments["kernel" if logits_of else "logits"].array.shape[1]
+    is_kept = np.isin(np.arange(number), ids)
+
+    def counts(where: np.ndarray) -> np.ndarray:
+        return (where[:, None] if logits_of else where) & is_kept
+
+    def hidden(where: np.ndarray) -> list[np.ndarray]:
+        of_masks = {name: _hidden(a.kind, where, a.array.shape) for name, a in arguments.items()}
+        of_sets = {"logits": ~counts(where), "labels": ~counts(where).any(1), "kernel": ~is_kept, "bias": ~is_kept}
+        return [h | of_sets.get(name, False) for name, h in of_masks.items()]
+
+    def definition(where: np.ndarray, *args: np.ndarray) -> Any:
+        *floats, _, labels = args
+        logits = logits_of(*floats) if logits_of else floats[0]
+        return of.by_row(of.log_prob, ("row", "label"), (0.0, 0.0))(counts(where), logits, labels)
+
+    outputs = {"nothing": (0.0, 0.0), "outputs": ("row", "row")}
+    return Op(_with_where(op), arguments, where, definition, hidden=hidden, classes=number, **outputs)
+
+
 def _linear_divergence(direction: str) -> Op:
     options = {"direction": direction, "beta": 0.3, "temperature": 1.5, "class_mask": SOME_CLASSES}
     fn = functools.partial(losses.linear_kl_divergence, **options, target_gradients=True, **OF_EACH)
@@ -542,6 +571,9 @@ OPS = {
         LABELLED,
         **_two_zeros,
     ),
+    "log_probs, kept ids": _of_kept(
+        _log_probs, {"logits": masked(TALL), "kept_ids": of_row(KEPT_IDS), "labels": label(LABELS)}, SOME_POSITIONS
+    ),
     "kl_divergence": _of_rows(
         losses.kl_divergence,
         of.divergence,
@@ -666,6 +698,15 @@ OPS = {
         lambda f, k, b, label: of.log_prob(of.soft_capped(f @ k + b) / 0.7, label),
         {name: LAYER_WITH_WEIGHTS[name] for name in ("features", "kernel", "bias", "labels")},
         **_two_zeros,
+    ),
+    "linear_log_probs, kept ids": _of_kept(
+        functools.partial(_linear_log_probs, temperature=0.7, logit_soft_cap=3.0),
+        {
+            **{name: LAYER_WITH_WEIGHTS[name] for name in ("features", "kernel", "bias")},
+            **{"kept_ids": of_row(KEPT_OF_FIVE), "labels": label(LABELS)},
+        },
+        SOME_ROWS,
+        lambda f, k, b: of.soft_capped(f @ k + b) / 0.7,
     ),
     "linear_kl_divergence": _of_tokens(
         functools.partial(losses.linear_kl_divergence, target_gradients=True, **OF_EACH),

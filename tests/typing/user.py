@@ -75,6 +75,8 @@ def flags(flag: bool) -> None:
     assert_type(losses.log_probs(X, LABELS, with_entropy=True), Pair)
     assert_type(losses.log_probs(X, LABELS, with_entropy=flag), jax.Array | Pair)
     assert_type(losses.log_probs(X, LABELS, with_entropy=False), jax.Array)
+    assert_type(losses.log_probs(X, LABELS, with_entropy=True, kept_ids=LABELS), Pair)
+    assert_type(losses.linear_log_probs(X, KERNEL, LABELS, kept_ids=LABELS), jax.Array)
     assert_type(losses.linear_log_probs(X, KERNEL, LABELS, with_entropy=True), Pair)
     assert_type(losses.linear_log_probs(X, KERNEL, LABELS, with_entropy=flag), jax.Array | Pair)
     assert_type(losses.linear_softmax_cross_entropy(X, KERNEL, LABELS, with_components=True), Pair)
