@@ -1,10 +1,10 @@
-"""The gradient of the mean over a whole batch, from micro-batches and devices."""
+"""The gradient of the mean over a whole batch, or of a sum of means, from micro-batches and devices."""
 
 from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -13,20 +13,25 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import label_checks, moments, precision, sharding, switches
-from masksafe._core.arguments import as_size, message
-from masksafe._core.typing import Array, Pytree
-from masksafe._reductions._masked_mean import MaskedMean
+from masksafe._core.arguments import as_real_array, as_size, message
+from masksafe._core.typing import Array, ArrayLike, Pytree
+from masksafe._reductions._masked_mean import HINT_OF_TREES, MaskedMean
 
 _OP = "value_and_grad_of_mean"
 
 _P = ParamSpec("_P")
 _Aux = TypeVar("_Aux")
+_Means = MaskedMean | dict[str, MaskedMean]
 
 
 class _Keywords(TypedDict, total=False):
     in_axes: Pytree
     microbatches: int
     axis_name: sharding.AxisName
+
+
+class _KeywordsOfSum(_Keywords, total=False):
+    factors: Mapping[str, ArrayLike] | None
 
 
 @overload
@@ -36,6 +41,15 @@ def value_and_grad_of_mean(
     has_aux: Literal[False] = False,
     **options: Unpack[_Keywords],
 ) -> Callable[_P, tuple[Array, Pytree]]: ...
+
+
+@overload
+def value_and_grad_of_mean(
+    fn: Callable[_P, dict[str, MaskedMean]],
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    **options: Unpack[_KeywordsOfSum],
+) -> Callable[_P, tuple[tuple[Array, dict[str, MaskedMean]], Pytree]]: ...
 
 
 @overload
@@ -50,7 +64,17 @@ def value_and_grad_of_mean(
 
 @overload
 def value_and_grad_of_mean(
-    fn: Callable[_P, Pytree], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Unpack[_Keywords]
+    fn: Callable[_P, tuple[dict[str, MaskedMean], _Aux]],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[_KeywordsOfSum],
+) -> Callable[_P, tuple[tuple[Array, dict[str, MaskedMean], _Aux], Pytree]]: ...
+
+
+@overload
+def value_and_grad_of_mean(
+    fn: Callable[_P, Pytree], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Unpack[_KeywordsOfSum]
 ) -> Callable[_P, tuple[Pytree, Pytree]]: ...
 
 
@@ -62,6 +86,7 @@ def value_and_grad_of_mean(
     in_axes: Pytree = 0,
     microbatches: int = 1,
     axis_name: sharding.AxisName = None,
+    factors: Mapping[str, ArrayLike] | None = None,
 ) -> Callable[..., tuple[Pytree, Pytree]]:
     r"""Like `jax.value_and_grad`, for the mean over a whole batch that is worked on in parts.
 
@@ -75,45 +100,49 @@ def value_and_grad_of_mean(
     To rounding, these equal the mean and the gradient of the whole batch in one piece, even if parts are unequal or
     empty. The mean of the parts' means does not, nor does its gradient.
 
+    Of a dict of means, the value is the sum of factor times mean. With several micro-batches a first pass finds the
+    counts of the whole batch, of which XLA removes whatever makes no count: mostly all but masks. Counts that are
+    computed from activations cost one more forward pass, and a `jax.debug.print` in `fn` runs twice.
+
     Args:
-      fn: a function that returns a `MaskedMean` of scalars; with `has_aux` a tuple of it and anything. Inside
-        `jax.shard_map` it returns the mean of its own device, not summed over `axis_name`.
+      fn: a function that returns a `MaskedMean` of scalars, or a dict of them whose counts have no derivative; with
+        `has_aux` a tuple of it and anything. Inside `jax.shard_map` a mean is that of the device, not yet summed.
       argnums: the position of the argument, or of several, by which to differentiate: pytrees of floats.
       has_aux: whether `fn` returns a second result.
       in_axes: which axis of the other arguments to cut, as in `jax.vmap`: an int or None for all positional arguments,
         or a tuple of one for each, of ints, None, or trees of them that are prefixes of the argument. It is None for
         what all parts share, and for an argument by which to differentiate. The axis of keyword arguments is 0. A
         scalar goes into every part as it is; a key of `jax.random.key` is split, unless the axis is None.
-      microbatches: the number of parts. The axes are cut into so many equal parts, one after another in a `lax.scan`:
-        part i holds the elements i, i + microbatches, and so on.
+      microbatches: the number of equal parts of a `lax.scan`: part i has the elements i, i + microbatches, and so on.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the batch is split; or the named
         axis of a `jax.vmap` or `jax.pmap`. On meshes without `jax.shard_map` it is not needed. A random key that is the
         same on all devices gives them the same draws, unless `jax.lax.axis_index` is folded in.
+      factors: numbers or arrays of shape (), without gradients, by the names in the dict; 1 for a missing name. A
+        factor of 0 masks nothing: if its mean is NaN, so is the value.
 
     Returns:
-      A function of the arguments of `fn` that returns `(value, gradients)`, or `((value, aux), gradients)`. The value
-      is in float32 at least. Gradients are accumulated in float32 at least, and have the dtypes of their arguments.
-      If all is masked, the value and all gradients are 0. In `aux` the parts are stacked along a new leading axis, and
-      each device has its own; but a `MaskedMean` in it is the mean over all parts and devices.
+      A function of the arguments of `fn` that returns `(value, gradients)` or `((value, aux), gradients)`; of a dict
+      `((value, means), gradients)` or `((value, means, aux), gradients)`, with the means of the whole batch. The value
+      and all sums are in float32 at least; gradients have the dtypes of their arguments. If all is masked, the value
+      and all gradients are 0, and an empty mean of a dict adds 0. In `aux` the parts are stacked along a new leading
+      axis, and each device has its own; but a `MaskedMean` in it is the mean over all parts and devices.
 
     Raises:
-      TypeError: also if `fn` does not return a `MaskedMean` with a total of floats.
-      ValueError: also if `microbatches` does not divide the axes to cut, or a total is summed over `axis_name` already.
+      TypeError: also if `fn` does not return a `MaskedMean` with a total of floats, or a dict of them.
+      ValueError: also if `microbatches` does not divide the axes to cut, if a total is summed over `axis_name` already,
+        if a count in a dict has a derivative, or if the dict lacks a name of `factors`.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
-      >>> def loss(params, features, labels):
-      ...     mask = labels != -100
-      ...     per_token = masksafe.losses.softmax_cross_entropy_with_integer_labels(
-      ...         features @ params, labels, where=mask)
-      ...     return masksafe.MaskedMean.of(per_token, mask)
-      >>> features = jax.random.normal(jax.random.key(0), (6, 4, 3))
-      >>> mask = masksafe.length_mask(jnp.array([4, 1, 0, 2, 3, 0]), 4)
-      >>> args = jnp.ones((3, 5)), features, jnp.where(mask, 2, -100)
-      >>> value, gradient = masksafe.value_and_grad_of_mean(loss, microbatches=3)(*args)
-      >>> expected = jax.grad(lambda *args: loss(*args).value)(*args)
-      >>> print(jnp.allclose(gradient, expected, atol=1e-6))
-      True
+      >>> def fn(p, x, mask):
+      ...     error = masksafe.losses.squared_error(x * p, jnp.ones_like(x), where=mask)
+      ...     return {"error": masksafe.MaskedMean.of(error, mask),
+      ...             "size": masksafe.MaskedMean.of(jnp.square(x * p))}
+      >>> mask = jnp.array([True, False, True, True, False, False])  # a part has none
+      >>> step = masksafe.value_and_grad_of_mean(fn, factors={"size": 0.1}, microbatches=3)
+      >>> (value, means), gradient = step(1.0, jnp.array([0.0, 9, 2, 3, 9, 9]), mask)
+      >>> print(means["error"].value, value.round(2), gradient.round(2))
+      2.0 6.27 13.87
 
     References:
       `huggingface/transformers#34191 <https://github.com/huggingface/transformers/issues/34191>`_; `optax.MultiSteps
@@ -122,6 +151,7 @@ def value_and_grad_of_mean(
     """
     microbatches = as_size(_OP, "microbatches", microbatches, 1)
     positions = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    scales = None if factors is None else _as_factors(factors)
 
     @functools.wraps(fn)
     def value_and_grad(*args: Pytree, **kwargs: Pytree) -> Pytree:
@@ -137,14 +167,17 @@ def value_and_grad_of_mean(
         def fn_of(params: Pytree, batch: Pytree) -> Pytree:
             positional = batch["args"] | dict(zip(active, params, strict=True))
             result = fn(*(positional[i] for i in range(len(args))), **batch["kwargs"])
-            return _as_mean_and_aux(result, has_aux, devices)
+            return _as_means_and_aux(result, has_aux, scales, devices)
 
         parts = _in_microbatches(batch, _axes_to_cut(in_axes, batch, len(args), active), microbatches)
-        sums, aux = _summed_over_microbatches(fn_of, devices.varying(params), parts)
+        objective = _SumOfMeans(scales or {}, devices)
+        sums, aux = _summed_over_microbatches(fn_of, objective, devices.varying(params), parts)
         sums, aux = devices.sum(sums), _map_means(devices.sum, aux)
-        gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), sums.gradients_of_mean(), params)
+        value, gradients = sums.value_and_gradients(objective)
+        gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, params)
         gradients = gradients[0] if isinstance(argnums, numbers.Integral) else gradients
-        return ((sums.mean.value, aux) if has_aux else sums.mean.value), gradients
+        results = value, *([sums.means] if isinstance(sums.means, dict) else []), *([aux] if has_aux else [])
+        return (results if len(results) > 1 else value), gradients
 
     return value_and_grad
 
@@ -163,17 +196,33 @@ def _as_positions(argnums: tuple[Pytree, ...], number: int) -> tuple[int, ...]:
     return positions
 
 
-def _as_mean_and_aux(result: object, has_aux: bool, devices: sharding.Devices) -> tuple[MaskedMean, Pytree]:
-    mean, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(mean, MaskedMean) or (has_aux and mean is result):
-        expected, hint = "a MaskedMean and aux, as has_aux=True says" if has_aux else "a MaskedMean", ""
+def _as_factors(factors: object) -> dict[str, Array]:
+    if not isinstance(factors, Mapping):
+        raise TypeError(message(_OP, "factors", f"type {type(factors).__name__}", "a dict of numbers by name"))
+    arrays = {name: as_real_array(_OP, f"factors[{name!r}]", x) for name, x in factors.items()}
+    for name, x in arrays.items():
+        if x.shape != ():
+            raise ValueError(message(_OP, f"factors[{name!r}]", f"shape {x.shape}", "a number"))
+    return lax.stop_gradient(arrays)
+
+
+def _as_means_and_aux(
+    result: object, has_aux: bool, factors: dict[str, Array] | None, devices: sharding.Devices
+) -> tuple[_Means, Pytree]:
+    means, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(means, MaskedMean | dict) or (has_aux and means is result):
+        expected, hint = "a MaskedMean or a dict of them", ""
+        expected += ", and aux, as has_aux=True says" if has_aux else ""
         found = f"a function that returns {type(result).__name__}"
         if isinstance(result, jax.Array):
             found = f"a function that returns an array of dtype {result.dtype} and shape {result.shape}"
             hint = "Write MaskedMean.of(loss, where=mask) for an array of losses, not yet averaged."
-        elif not has_aux and isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], MaskedMean):
-            found, hint = "a function that returns a MaskedMean and more", "Write has_aux=True."
+        elif not has_aux and isinstance(result, tuple) and result and isinstance(result[0], MaskedMean | dict):
+            found, hint = f"a function that returns a {type(result[0]).__name__} and more", "Write has_aux=True."
         raise TypeError(message(_OP, "fn", found, expected, hint))
+    _check_names(means, factors)
+    for name, mean in means.items() if isinstance(means, dict) else [("", means)]:
+        _check_mean(f"a MaskedMean {name!r}" if name else "a MaskedMean", mean)
 
     def checked(mean: MaskedMean) -> MaskedMean:
         if devices.share(jax.tree.leaves(mean)[0]):
@@ -181,13 +230,36 @@ def _as_mean_and_aux(result: object, has_aux: bool, devices: sharding.Devices) -
             raise ValueError(message(_OP, "fn", found, "the mean of each device, not yet summed over axis_name"))
         return mean
 
-    mean, aux = _map_means(checked, (mean, aux))
+    return _map_means(checked, (means, aux))
+
+
+def _check_names(means: _Means, factors: dict[str, Array] | None) -> None:
+    """Refuses a dict of something else, and factors of means that are not there."""
+    if isinstance(means, MaskedMean):
+        if factors is not None:
+            expected, hint = "None for a function that returns a MaskedMean", "Factors go with a dict of means."
+            raise ValueError(message(_OP, "factors", f"names {[*factors]}", expected, hint))
+        return
+    if not means:
+        raise ValueError(message(_OP, "fn", "a function that returns an empty dict", "a dict of MaskedMeans"))
+    for name, mean in means.items():
+        if not isinstance(mean, MaskedMean):
+            found = f"a dict whose {name!r} is of type {type(mean).__name__}"
+            raise TypeError(message(_OP, "fn", found, "a dict of MaskedMeans"))
+    unknown = [name for name in factors or {} if name not in means]
+    if unknown:
+        raise ValueError(message(_OP, "factors", f"the name {unknown[0]!r}", f"names of means: {[*means]}"))
+
+
+def _check_mean(which: str, mean: MaskedMean) -> None:
     for name, x in {"total": mean.total, "count": mean.count}.items():
+        if not jax.tree_util.all_leaves([x]):
+            found = f"{which} whose {name} is of type {type(x).__name__}"
+            raise TypeError(message(_OP, "fn", found, "scalars", HINT_OF_TREES))
         if x.shape != ():
-            raise ValueError(message(_OP, "fn", f"a MaskedMean whose {name} has shape {x.shape}", "scalars"))
+            raise ValueError(message(_OP, "fn", f"{which} whose {name} has shape {x.shape}", "scalars"))
     if not jnp.issubdtype(mean.total.dtype, jnp.floating):
-        raise TypeError(message(_OP, "fn", f"a MaskedMean whose total has dtype {mean.total.dtype}", "a float dtype"))
-    return mean, aux
+        raise TypeError(message(_OP, "fn", f"{which} whose total has dtype {mean.total.dtype}", "a float dtype"))
 
 
 # The axes that are cut.
@@ -292,54 +364,98 @@ def _hint_of_keys(arrays: Iterable[Pytree]) -> str:
 # The sums.
 
 
-class _SumsOfMean(NamedTuple):
+class _SumOfMeans(NamedTuple):
+    """The sum of factor times mean."""
+
+    factors: dict[str, Array]
+    devices: sharding.Devices
+
+    def value(self, means: dict[str, MaskedMean]) -> Array:
+        values = {name: mean.value for name, mean in means.items()}
+        terms = [self.factors[name].astype(x.dtype) * x if name in self.factors else x for name, x in values.items()]
+        return functools.reduce(jnp.add, terms)
+
+    def share(self, means: dict[str, MaskedMean], counts: dict[str, Array] | None) -> Array:
+        """What a part adds to the value, given the counts of the whole batch; None if each device has one part."""
+        counts = self.devices.sum({name: mean.count for name, mean in means.items()}) if counts is None else counts
+        return self.value({name: MaskedMean(mean.total, counts[name]) for name, mean in means.items()})
+
+
+class _Sums(NamedTuple):
     """The sums over parts and devices."""
 
-    mean: MaskedMean
-    d_total: Pytree
+    means: _Means
+    d_total: Pytree  # the gradients of the sum of means, if there is a dict of them
     d_count: Pytree  # None if the count does not depend on the parameters
 
-    def gradients_of_mean(self) -> Pytree:
-        value = self.mean.value
+    def value_and_gradients(self, objective: _SumOfMeans) -> tuple[Array, Pytree]:
+        if isinstance(self.means, dict):
+            is_empty = functools.reduce(jnp.logical_and, (mean.count == 0 for mean in self.means.values()))
+            return objective.value(self.means), jax.tree.map(lambda x: jnp.where(is_empty, 0, x), self.d_total)
+        count_of_mean, value = self.means.count, self.means.value
 
         def gradient(d_total: Array, d_count: Array | None = None) -> Array:
-            count = self.mean.count.astype(d_total.dtype)
+            count = count_of_mean.astype(d_total.dtype)
             d_mean = d_total if d_count is None else d_total - value.astype(d_total.dtype) * d_count
             return jnp.where(count == 0, 0, d_mean / moments.nonzero_divisor(count))
 
-        return jax.tree.map(gradient, self.d_total, *([] if self.d_count is None else [self.d_count]))
+        return value, jax.tree.map(gradient, self.d_total, *([] if self.d_count is None else [self.d_count]))
 
 
 def _summed_over_microbatches(
-    fn: Callable[..., Pytree], params: Pytree, parts: _Microbatches
-) -> tuple[_SumsOfMean, Pytree]:
+    fn: Callable[..., tuple[_Means, Pytree]], objective: _SumOfMeans, params: Pytree, parts: _Microbatches
+) -> tuple[_Sums, Pytree]:
     """The sums, and aux, which is stacked along a new leading axis, except that its means are added up.
 
     For tokens [64, 512] in 4 parts: `parts.cut` has [4, 16, 512], the sums have the shapes of `params`, and `aux` of
     [16, 512] is [4, 16, 512].
     """
 
-    def run_microbatch(cut: list[Array | None]) -> tuple[_SumsOfMean, Pytree]:
-        return _sums_of_microbatch(lambda params: fn(params, parts.joined(cut)), params)
+    def run_microbatch(cut: list[Array | None], counts: dict[str, Array] | None = None) -> tuple[_Sums, Pytree]:
+        fn_of_params = lambda params: fn(params, parts.joined(cut))  # noqa: E731
+        return _sums_of_microbatch(fn_of_params, functools.partial(objective.share, counts=counts), params)
 
     if parts.number == 1:
         sums, aux = run_microbatch(parts.cut)
         return sums, _map_means(lambda mean: mean, aux, lambda x: jnp.asarray(x)[None])
 
-    def run_numbered(cut: list[Array | None], index: Array | None) -> tuple[_SumsOfMean, Pytree]:
+    def run_numbered(
+        cut: list[Array | None], index: Array | None, counts: dict[str, Array] | None = None
+    ) -> tuple[_Sums, Pytree]:
         with label_checks.in_microbatch(index, parts.number, parts.size):
-            return run_microbatch(cut)
-
-    def step(sums: _SumsOfMean, numbered: tuple[list[Array | None], Array | None]) -> tuple[_SumsOfMean, Pytree]:
-        added, aux = run_numbered(*numbered)
-        gradients = jax.tree.map(jnp.add, sums[1:], added[1:])
-        return _SumsOfMean(sums.mean + added.mean, *gradients), aux
+            return run_microbatch(cut, counts)
 
     numbered = parts.cut, None if switches.label_check_mode() == "off" else jnp.arange(parts.number)
     shapes, _ = jax.eval_shape(lambda numbered: run_numbered(*jax.tree.map(lambda x: x[0], numbered)), numbered)
-    sums, aux = lax.scan(step, sharding.zeros_of_types(shapes, (params, parts.cut)), numbered, length=parts.number)
+    zeros = sharding.zeros_of_types(shapes, (params, parts.cut))
+    counts = None
+    if isinstance(zeros.means, dict):
+        counts = objective.devices.sum(_summed_counts(fn, params, parts, zeros.means))
+
+    def step(sums: _Sums, numbered: tuple[list[Array | None], Array | None]) -> tuple[_Sums, Pytree]:
+        added, aux = run_numbered(*numbered, counts)
+        return jax.tree.map(jnp.add, sums, added), aux
+
+    sums, aux = lax.scan(step, zeros, numbered, length=parts.number)
     added_up = functools.partial(jax.tree.map, lambda x: jnp.sum(x, 0, dtype=x.dtype))
     return sums, _map_means(added_up, aux)
+
+
+def _summed_counts(
+    fn: Callable[..., Pytree], params: Pytree, parts: _Microbatches, zeros: dict[str, MaskedMean]
+) -> dict[str, Array]:
+    """The counts of all parts, by name. XLA removes from the loop all else that `fn` computes.
+
+    That is why labels are not checked here, but in the loop of the gradients alone.
+    """
+
+    def step(counts: dict[str, Array], cut: list[Array | None]) -> tuple[dict[str, Array], None]:
+        means, _ = fn(params, parts.joined(cut))
+        return {name: counts[name] + mean.count for name, mean in means.items()}, None
+
+    with switches.label_checks("off"):
+        counts, _ = lax.scan(step, {name: mean.count for name, mean in zeros.items()}, parts.cut, length=parts.number)
+    return counts
 
 
 _Map = Callable[[Pytree], Pytree]
@@ -351,27 +467,38 @@ def _map_means(map_mean: _Map, tree: Pytree, map_other: _Map = lambda x: x) -> P
     return jax.tree.map(lambda x: map_mean(x) if is_mean(x) else map_other(x), tree, is_leaf=is_mean)
 
 
-def _sums_of_microbatch(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) -> tuple[_SumsOfMean, Pytree]:
-    is_dependent: list[bool] = []
+def _sums_of_microbatch(
+    fn: Callable[..., tuple[_Means, Pytree]], share_of: Callable[[dict[str, MaskedMean]], Array], params: Pytree
+) -> tuple[_Sums, Pytree]:
+    dependent: list[str] = []
 
     def total_and_count(params: Pytree) -> Pytree:
-        mean, aux = fn(params)
-        return (mean.total, _noting_dependence(is_dependent, mean.count)), (mean, aux)
+        means, aux = fn(params)
+        if isinstance(means, dict):
+            counts = {name: _noting_dependence(dependent, name, mean.count) for name, mean in means.items()}
+            means = {name: MaskedMean(mean.total, counts[name]) for name, mean in means.items()}
+            return (share_of(means), ()), (means, aux)
+        return (means.total, _noting_dependence(dependent, "", means.count)), (means, aux)
 
-    (total, count), pull_back, (mean, aux) = jax.vjp(total_and_count, params, has_aux=True)
-    (d_total,) = pull_back((jnp.ones_like(total), jnp.zeros_like(count)))
-    (d_count,) = pull_back((jnp.zeros_like(total), jnp.ones_like(count))) if is_dependent else (None,)
+    (total, count), pull_back, (means, aux) = jax.vjp(total_and_count, params, has_aux=True)
+    if isinstance(means, dict) and dependent:
+        found = f"a MaskedMean {dependent[0]!r} whose count depends on the parameters"
+        hint = "Write MaskedMean(total, jax.lax.stop_gradient(count)), or return a single MaskedMean."
+        raise ValueError(message(_OP, "fn", found, "a dict of means whose counts have no derivative", hint))
+    ones, zeros = (functools.partial(jax.tree.map, like) for like in (jnp.ones_like, jnp.zeros_like))
+    (d_total,) = pull_back((ones(total), zeros(count)))
+    (d_count,) = pull_back((zeros(total), ones(count))) if dependent else (None,)
     wide = functools.partial(jax.tree.map, precision.widened)
-    return _SumsOfMean(mean, wide(d_total), wide(d_count)), aux
+    return _Sums(means, wide(d_total), wide(d_count)), aux
 
 
-def _noting_dependence(noted: list[bool], x: Array) -> Array:
-    """`x`; adds True to `noted` if `x` depends on the parameters."""
+def _noting_dependence(noted: list[str], name: str, x: Array) -> Array:
+    """`x`; adds its name to `noted` if `x` depends on the parameters."""
     identity = jax.custom_jvp(lambda x: x)
 
     def rule(primals: Pytree, tangents: Pytree) -> Pytree:
         if not isinstance(tangents[0], SymbolicZero):
-            noted.append(True)
+            noted.append(name)
         return primals[0], tangents[0]
 
     identity.defjvp(rule, symbolic_zeros=True)

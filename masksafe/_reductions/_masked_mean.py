@@ -7,7 +7,7 @@ import functools
 import numbers
 import operator
 from collections.abc import Iterable
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from masksafe._reductions._arguments import Reduction, prepared
 from masksafe._segments._segments import Segments
 
 _OP = "MaskedMean.of"
+HINT_OF_TREES = "Write a dict of means: {'loss': MaskedMean(total, count), ...}."
 _Means = TypeVar("_Means", "MaskedMean", "dict[str, MaskedMean]")
 
 
@@ -154,6 +155,18 @@ class MaskedMean:
 
     __radd__ = __add__
 
+    if not TYPE_CHECKING:  # type checkers refuse the operators that are not there
+
+        def __mul__(self, other: object) -> NoReturn:
+            hint = (
+                "Write factors={'z': 0.1} in value_and_grad_of_mean for a sum of means, 0.1 * mean.value for a number, "
+                "MaskedMean(0.1 * mean.total, mean.count) for a mean of scaled elements."
+            )
+            expected = "+, the only operator of a MaskedMean"
+            raise TypeError(arguments.message("MaskedMean", "operator", "* or /", expected, hint))
+
+        __rmul__ = __truediv__ = __mul__
+
     def psum(self, axis_name: sharding.AxisName) -> MaskedMean:
         """The mean over the devices of a mesh axis, or of several, inside `jax.shard_map`."""
         name = sharding.as_axis_name("MaskedMean.psum", axis_name)
@@ -162,6 +175,10 @@ class MaskedMean:
     @property
     def value(self) -> Array:
         """The total over the count; 0 if the count is 0."""
+        for name, x in {"total": self.total, "count": self.count}.items():
+            if not jax.tree_util.all_leaves([x]):
+                found = f"type {type(x).__name__}"
+                raise TypeError(arguments.message("MaskedMean.value", name, found, "an array", HINT_OF_TREES))
         return _value(self.total, self.count)
 
     def __float__(self) -> float:

@@ -168,6 +168,14 @@ def test_numbers_of_any_kind():
     np.testing.assert_allclose((MaskedMean.of(x) + MaskedMean.of(x + 1j)).value, 1 + 1.5j)
 
 
+@pytest.mark.parametrize("scaled", [lambda m: 0.1 * m, lambda m: m / 2, lambda m: jnp.float32(2) * m, lambda m: m * m])
+def test_means_are_added_only(scaled):
+    with pytest.raises(TypeError, match=r"MaskedMean: operator: got \* or /; .* Write factors={'z': 0.1} in value_and"):
+        scaled(MaskedMean(3.0, 2))
+    with pytest.raises(TypeError, match=r"MaskedMean.value: total: got type dict; .* Write a dict of means: \{"):
+        MaskedMean({"a": 1.0}, 2).value  # noqa: B018
+
+
 def test_sum_of_a_list():
     parts = [MaskedMean.of(x) for x in (np.ones(2), np.full(3, 6.0))]
     assert MaskedMean.sum(parts).value == MaskedMean.sum(iter(parts)).value == sum(parts).value == 4
@@ -353,15 +361,19 @@ PLACES = dict.fromkeys(("next tokens", "jitted"), "{} of the batch, in micro-bat
 PLACES["flat"] = "{} of micro-batch {} of 4"
 
 
+@parametrize("result", ["sum"], exhaustive=["mean"])
 @parametrize("how", ["next tokens"], exhaustive=PLACES)
 @parametrize("mode", ["raise"], exhaustive=["checkify"])
-def test_label_reports_name_the_place_in_the_whole_batch(mode, how):
+def test_label_reports_name_the_place_in_the_whole_batch(mode, how, result):
+    """Also of a sum of means, whose first pass reports nothing."""
+
     def loss(params, features, labels):
         if how == "next tokens":
             features, labels = features[:, :-1], labels[:, 1:]
         if how == "flat":
             features, labels = features.reshape(-1, 3), labels.reshape(-1)
-        return (jax.jit(mean_loss) if how == "jitted" else mean_loss)(params, features, labels)
+        mean = (jax.jit(mean_loss) if how == "jitted" else mean_loss)(params, features, labels)
+        return mean if result == "mean" else {"loss": mean, "z": MaskedMean.of(features @ params["kernel"])}
 
     fn = value_and_grad_of_mean(loss, microbatches=4)
     fn = jax.jit(fn if mode == "raise" else checkify.checkify(fn))
@@ -405,6 +417,213 @@ def test_a_mean_that_is_summed_already_is_refused():
         jax.eval_shape(jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("a")), out_specs=P()), jnp.ones(()), jnp.ones(8))
 
 
+# A sum of means.
+
+FACTORS = {"z": np.float64(0.1), "by row": jnp.bfloat16(0.5), "penalty": 0.01}
+
+
+def several_means(params, features, labels):
+    """The loss, three means whose counts are other ones, and one that is empty."""
+    mask, is_live = labels != -100, jnp.arange(6) < 5
+    logits = features @ params["kernel"] + params["bias"]
+    per_token = losses.softmax_cross_entropy_with_integer_labels(logits, labels, where=mask)
+    return {
+        "loss": MaskedMean.of(per_token, mask),
+        "z": MaskedMean.of(jnp.square(masksafe.logsumexp(logits, -1)), is_live),
+        "by row": MaskedMean.of(per_token, mask, by="sequence"),
+        "penalty": MaskedMean(jnp.sum(jnp.square(params["kernel"])), 1),
+        "none": MaskedMean.of(logits, False),
+    }
+
+
+def value_of_sum(means, factors=FACTORS):
+    return sum(jnp.float32(factors.get(name, 1)) * mean.value for name, mean in means.items())
+
+
+@functools.cache
+def sum_of_the_whole():
+    def of(params):
+        means = several_means(params, FEATURES, LABELS)
+        return value_of_sum(means), means
+
+    (value, means), gradients = jax.jit(jax.value_and_grad(of, has_aux=True))(PARAMS)
+    return value, {name: mean.value for name, mean in means.items()}, gradients
+
+
+def check_sum(actual):
+    (value, means), gradients = actual
+    means = {name: mean.value for name, mean in means.items()}
+    chex.assert_trees_all_close((value, means, gradients), sum_of_the_whole(), rtol=1e-5, atol=1e-6)
+
+
+SUM_IN_PARTS = jax.jit(value_and_grad_of_mean(several_means, factors=FACTORS, microbatches=4))
+
+
+@parametrize("microbatches", [1, 4], exhaustive=[2, 16])
+def test_a_sum_of_means_of_micro_batches_is_that_of_the_whole(microbatches):
+    fn = value_and_grad_of_mean(several_means, factors=FACTORS, microbatches=microbatches)
+    check_sum((SUM_IN_PARTS if microbatches == 4 else jax.jit(fn))(PARAMS, FEATURES, LABELS))
+
+
+@parametrize(("microbatches", "options"), [(2, {})], exhaustive=[(1, {}), (4, {}), (1, {"check_vma": False})], ids=str)
+def test_a_sum_of_means_over_devices_is_that_of_the_whole(microbatches, options):
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    fn = value_and_grad_of_mean(several_means, factors=FACTORS, microbatches=microbatches, axis_name="a")
+    on_devices = jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("a"), P("a")), out_specs=P(), **options)
+    program = jax.jit(on_devices).lower(PARAMS, FEATURES, LABELS).compile()
+    check_sum(program(PARAMS, FEATURES, LABELS))
+    assert program.as_text().count(" all-reduce(") == 2  # of the counts, and of all else
+
+
+@parametrize("how", [AxisType.Explicit], exhaustive=[AxisType.Auto, "vmap", "eager"], ids=str)
+def test_a_sum_of_means_elsewhere(how):
+    """On a mesh without shard_map, over a named axis of vmap, and in eager code."""
+    if how == "eager":
+        check_sum(value_and_grad_of_mean(several_means, factors=FACTORS, microbatches=4)(PARAMS, FEATURES, LABELS))
+    elif how == "vmap":
+        fn = value_and_grad_of_mean(several_means, factors=FACTORS, microbatches=2, axis_name="a")
+        batch = FEATURES.reshape(4, 4, 6, 3), LABELS.reshape(4, 4, 6)
+        of_samples = jax.jit(jax.vmap(fn, (None, 0, 0), axis_name="a"))(PARAMS, *batch)
+        for i in range(4):
+            check_sum(jax.tree.map(lambda x, i=i: x[i], of_samples))
+    else:
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(how,), devices=jax.devices()[:4])
+        with jax.set_mesh(mesh):
+            check_sum(SUM_IN_PARTS(PARAMS, *jax.device_put((FEATURES, LABELS), NamedSharding(mesh, P("data")))))
+
+
+def test_a_sum_of_means_that_are_empty_is_0():
+    def two_means(params, features, labels):
+        means = several_means(params, features, labels)
+        return {name: means[name] for name in ("loss", "none")}
+
+    fn = jax.jit(value_and_grad_of_mean(two_means, microbatches=4))
+    (value, means), gradients = fn(PARAMS, np.full_like(FEATURES, np.nan), np.full_like(LABELS, -100))
+    values = [mean.value for mean in means.values()]
+    jax.tree.map(lambda a: np.testing.assert_array_equal(a, 0), (value, values, gradients))
+
+
+@parametrize("order", [0], exhaustive=[1])
+def test_what_is_masked_has_no_influence_on_a_sum_of_means(order):
+    def loss_and_z(params, features, labels, mask):
+        means = several_means(params, masksafe.keep(features, where=mask[..., None]), jnp.where(mask, labels, -100))
+        return {"loss": means["loss"], "z": MaskedMean.of(features, mask[:, ::-1, None] & mask[..., None])}
+
+    fn = value_and_grad_of_mean(loss_and_z, factors={"z": 0.1}, microbatches=4)
+    live = LABELS != -100
+    garbage = {1: ~np.broadcast_to(live[..., None], FEATURES.shape), 2: ~live}
+    args = PARAMS, FEATURES, LABELS, live
+    masksafe.testing.assert_mask_safe(fn, *args, masked=garbage, order=order, transforms=["jit"])
+
+
+def test_factors_are_numbers_or_arrays_without_a_gradient():
+    def value(factor):
+        factors = {"z": factor, "none": 3.0}
+        return value_and_grad_of_mean(several_means, factors=factors, microbatches=4)(PARAMS, FEATURES, LABELS)
+
+    of = jax.jit(jax.grad(lambda factor: value(factor)[0][0]))
+    assert of(jnp.float32(2)) == 0
+    program = jax.jit(value)
+    (actual, means), _ = program(2.0)
+    np.testing.assert_allclose(actual, value_of_sum(means, {"z": 2.0}), rtol=1e-6)
+    for factor in (np.nan, np.inf):
+        (actual, _), gradients = program(factor)
+        assert not np.isfinite(actual)
+        assert not np.isfinite(gradients["kernel"]).any()
+
+
+def test_a_factor_of_0_does_not_hide_a_nan():
+    fn = lambda p, x: {"loss": MaskedMean.of(p * x), "z": MaskedMean.of(p * x / 0 * 0)}  # noqa: E731
+    (value, means), gradient = jax.jit(value_and_grad_of_mean(fn, factors={"z": 0}, microbatches=2))(1.0, np.ones(4))
+    assert means["loss"].value == 1
+    assert np.isnan([value, gradient, means["z"].value]).all()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_counts_of_a_sum_of_means_may_come_from_activations_but_have_no_derivative(microbatches):
+    def fn(p, x, stop=lambda weights: weights):
+        activations = jnp.sin(p * x)
+        of_positive = MaskedMean.of(activations, activations > 0)
+        return {"positive": of_positive, "weighted": MaskedMean.of(activations, weights=stop(jnp.exp(p * x)))}
+
+    x = RNG.normal(size=8).astype(np.float32)
+    with pytest.raises(ValueError, match="fn: got a MaskedMean 'weighted' whose count depends on the parameters"):
+        value_and_grad_of_mean(fn, microbatches=microbatches)(0.7, x)
+    stopped = functools.partial(fn, stop=lax.stop_gradient)
+    (value, means), gradient = jax.jit(value_and_grad_of_mean(stopped, microbatches=microbatches))(0.7, x)
+    expected = jax.jit(jax.value_and_grad(lambda p: value_of_sum(stopped(p, x), {})))(0.7)
+    chex.assert_trees_all_close((value, gradient), expected, rtol=1e-5)
+    assert means["positive"].count == np.sum(np.sin(np.float32(0.7) * x) > 0)
+
+
+def test_aux_dtypes_and_arguments_of_a_sum_of_means():
+    def fn(features, params, *, labels):
+        means = several_means(params, features.astype(jnp.bfloat16), labels)
+        return means, {"is live": MaskedMean.of(labels != -100), "rows": labels[:, 0]}
+
+    step = value_and_grad_of_mean(fn, (1,), has_aux=True, factors=FACTORS, microbatches=4)
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    (value, means, aux), (gradients,) = jax.jit(step)(FEATURES, params, labels=LABELS)
+    np.testing.assert_array_equal(aux["rows"], [LABELS[i::4, 0] for i in range(4)])
+    assert (aux["is live"].total, aux["is live"].count) == (np.sum(LABELS != -100), LABELS.size)
+    assert value.dtype == means["z"].total.dtype == jnp.float32
+    chex.assert_trees_all_equal_dtypes(gradients, params)
+    np.testing.assert_allclose(value, value_of_sum(means), rtol=1e-6)
+    chex.assert_trees_all_close(jax.tree.map(jnp.float32, gradients), sum_of_the_whole()[2], atol=0.02)
+
+
+def test_a_sum_of_means_accumulates_bfloat16_in_float32():
+    ones = lambda p, x: {"a": MaskedMean.of(x * p), "b": MaskedMean.of(x * p)}  # noqa: E731
+    step = value_and_grad_of_mean(ones, factors={"b": 3}, microbatches=512)
+    _, gradient = jax.jit(step)(jnp.bfloat16(1), jnp.ones(512, jnp.bfloat16))
+    assert gradient == 4  # a sum in bfloat16 stands still at 256 of 512 parts
+
+
+@pytest.mark.exhaustive
+def test_second_derivatives_of_a_sum_of_means():
+    def of_whole(params):
+        return jax.grad(lambda params: value_of_sum(several_means(params, FEATURES, LABELS)))(params)
+
+    along = lambda grad: jax.jit(lambda p: jax.jvp(grad, (p,), (PARAMS,))[1])(PARAMS)  # noqa: E731
+    step = value_and_grad_of_mean(several_means, factors=FACTORS, microbatches=4)
+    in_parts = along(lambda p: step(p, FEATURES, LABELS)[1])
+    chex.assert_trees_all_close(in_parts, along(of_whole), rtol=1e-4, atol=1e-5)
+
+
+def deep_means(params, features, labels, as_one=False, counts_activations=False):
+    """Of layers in a scan, each computed again in the gradient, behind a while loop."""
+    mask = labels != -100
+    layer = jax.checkpoint(lambda x, kernel: (jnp.tanh(x @ kernel), None))
+    features = lax.while_loop(lambda x: jnp.max(x) > 8, lambda x: x @ jnp.full((64, 64), 1e-3), features)
+    logits = lax.scan(layer, features, params)[0]
+    per_token = jax.jit(losses.softmax_cross_entropy_with_integer_labels)(logits, labels, where=mask)
+    z = jnp.square(masksafe.logsumexp(logits, -1))
+    if as_one:
+        return MaskedMean.of(per_token + z, mask)
+    return {
+        "loss": MaskedMean.of(per_token, mask),
+        "z": MaskedMean.of(z, logits[..., 0] > 0 if counts_activations else None),
+    }
+
+
+@pytest.mark.optimised
+@parametrize("mode", ["off"], exhaustive=["raise"])
+def test_the_pass_for_counts_is_pruned_to_the_masks(mode):
+    """It has no product of matrices; one gradient is accumulated, as for a single mean."""
+    args = np.ones((3, 64, 64), np.float32), np.ones((8, 6, 64), np.float32), np.zeros((8, 6), np.int32)
+
+    def program_of(**options):
+        fn = value_and_grad_of_mean(functools.partial(deep_means, **options), microbatches=4)
+        with masksafe.label_checks(mode):
+            return jax.jit(fn).lower(*args).compile()
+
+    one, several, with_more = program_of(as_one=True), program_of(), program_of(counts_activations=True)
+    products = [program.as_text().count(" dot(") for program in (one, several, with_more)]
+    assert 0 < products[0] == products[1] < products[2]
+    sizes = [program.memory_analysis().temp_size_in_bytes for program in (one, several)]
+    assert sizes[1] < sizes[0] + args[0].nbytes / 2
+
+
 BATCH, RAW_KEY = (PARAMS, FEATURES, LABELS), jax.random.PRNGKey(0)
 SPLIT = "A key of jax.random.key is split"
 # Options, arguments, the error, and a part of its text.
@@ -430,6 +649,29 @@ BAD_ARGUMENTS = [
     ({"fn": lambda p: MaskedMean(1j, p)}, (1.0,), TypeError, "total has dtype complex64"),
     ({"fn": lambda x: MaskedMean(x, x)}, (jnp.ones(2),), ValueError, "total has shape"),
     ({"fn": lambda x: MaskedMean.of(x)}, (3,), TypeError, "dtype int32; expected a float"),
+    ({"fn": lambda p: MaskedMean({"a": p}, 1)}, (1.0,), TypeError, "whose total is of type dict; .* {'loss': Masked"),
+    ({"fn": lambda p: {}}, (1.0,), ValueError, "fn: got a function that returns an empty dict"),
+    ({"fn": lambda p: {"z": {"a": MaskedMean(p, 1)}}}, (1.0,), TypeError, "fn: got a dict whose 'z' is of type dict"),
+    (
+        {"fn": lambda p: {"z": p * p}},
+        (jnp.ones(()),),
+        TypeError,
+        "fn: got a dict whose 'z' is of type ArrayImpl|Tracer",
+    ),
+    ({"fn": lambda x: {"z": MaskedMean(x, 1)}}, (jnp.ones(2),), ValueError, r"a MaskedMean 'z' whose total has shape"),
+    ({"fn": lambda p: ({"z": MaskedMean(p, 1)}, p)}, (1.0,), TypeError, "a dict and more; .* Write has_aux=True"),
+    ({"fn": lambda p: {"z": MaskedMean(p, 1)}, "has_aux": True}, (1.0,), TypeError, "returns dict; .* and aux, as"),
+    ({"factors": {"z": 0.1}}, BATCH, ValueError, r"factors: got names \['z'\]; expected None for a function"),
+    (
+        {"fn": several_means, "factors": {"y": 1}},
+        BATCH,
+        ValueError,
+        r"factors: got the name 'y'; .* means: \['loss', 'z'",
+    ),
+    ({"fn": several_means, "factors": 0.1}, BATCH, TypeError, "factors: got type float; expected a dict"),
+    ({"fn": several_means, "factors": {"z": "much"}}, BATCH, TypeError, r"factors\['z'\]: got"),
+    ({"fn": several_means, "factors": {"z": 1j}}, BATCH, TypeError, r"factors\['z'\]: got dtype complex64"),
+    ({"fn": several_means, "factors": {"z": jnp.ones(1)}}, BATCH, ValueError, r"factors\['z'\]: got shape \(1,\)"),
 ]
 
 

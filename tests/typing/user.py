@@ -93,6 +93,14 @@ def mean_loss_and_name(params: jax.Array, x: jax.Array) -> tuple[MaskedMean, str
     return MaskedMean.of(params * x), "name"
 
 
+def several_means(params: jax.Array, x: jax.Array) -> dict[str, MaskedMean]:
+    return {"loss": MaskedMean.of(params * x), "z": MaskedMean.of(params)}
+
+
+def several_means_and_name(params: jax.Array, x: jax.Array) -> tuple[dict[str, MaskedMean], str]:
+    return several_means(params, x), "name"
+
+
 def plain_loss(params: jax.Array) -> jax.Array:
     return params.sum()
 
@@ -115,6 +123,13 @@ def means(flag: bool) -> None:
     with_name = masksafe.value_and_grad_of_mean(mean_loss_and_name, has_aux=True)
     assert_type(with_name(X, X)[0], tuple[jax.Array, str])
     assert_type(masksafe.value_and_grad_of_mean(mean_loss_and_name, 0, flag)(X, X), tuple[Any, Any])
+    of_sum = masksafe.value_and_grad_of_mean(several_means, factors={"z": 0.1, "loss": X[0, 0]}, microbatches=2)
+    assert_type(of_sum(X, X)[0], tuple[jax.Array, dict[str, MaskedMean]])
+    of_sum(X, 1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    with_both = masksafe.value_and_grad_of_mean(several_means_and_name, has_aux=True, factors={"z": X[0, 0]})
+    assert_type(with_both(X, X)[0], tuple[jax.Array, dict[str, MaskedMean], str])
+    assert_type(masksafe.value_and_grad_of_mean(several_means_and_name, 0, flag)(X, X), tuple[Any, Any])
+    0.1 * parts[0]  # type: ignore[operator]  # pyright: ignore[reportOperatorIssue, reportUnusedExpression]
     masksafe.value_and_grad_of_mean(mean_loss, chunks=2)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
 
 
