@@ -8,6 +8,7 @@ from typing import Literal, overload
 from masksafe._core import arguments, label_checks
 from masksafe._core.masks import either
 from masksafe._core.public_op import public_op
+from masksafe._core.switches import is_checkified
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe.losses._labelled import read_integer_labels
 from masksafe.losses._rows import _kept
@@ -135,7 +136,7 @@ def log_probs(
         log_p, *entropies = outputs_of_rows(RowLoss(formula, axes), inputs, array)
     else:
         ids = _kept.read_kept_ids(op, kept_ids, inputs.labels.shape, "logits and labels together")
-        places, kept, unmasked = _kept.kept_of_rows(axes, inputs, ids)
+        places, kept, unmasked = _kept.kept_of_rows(axes, is_checkified(), inputs, ids)
         number = math.prod(inputs.logits.shape[a] for a in axes)
         bad_rows = either(bad_rows, _kept.check_kept_ids(op, ids, inputs.labels, kept, number, unmasked))
         log_p, *entropies = _kept.outputs_of_kept(formula, places, kept, array)

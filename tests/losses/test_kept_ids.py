@@ -259,6 +259,20 @@ def test_checks_of_indices_and_floats_find_nothing_masked(mode):
     assert_close(results, step(WITH_LOGITS))
 
 
+def test_rows_stay_on_their_devices_and_checkify_has_a_program_of_its_own():
+    """On an automatic mesh; the look-up of one index for every axis would gather the logits, and checkify needs it."""
+    step = lambda x: jnp.sum(log_probs(x, LABELS[:36], kept_ids=IDS[:36], where=MASK[:36]) * MASK[:36])  # noqa: E731
+    gradient, logits = jax.jit(jax.value_and_grad(lambda x: jnp.tanh(step(x)))), WITH_LOGITS["logits"][:36]
+    mesh = jax.make_mesh((4,), ("rows",), (AxisType.Auto,))
+    split = jax.device_put(logits, NamedSharding(mesh, P("rows")))
+    program = gradient.lower(split).compile().as_text()
+    assert "all-reduce" in program
+    assert not any(exchange in program for exchange in ("all-gather", "collective-permute", "all-to-all"))
+    assert_close(gradient(split), gradient(logits))
+    error, _ = checkify.checkify(jax.value_and_grad(step), errors=checkify.index_checks)(logits)
+    assert error.get() is None
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_refusals(op):
     with pytest.raises(ValueError, match=rf"{op}: kept_ids: got shape \(40,\); expected rank 2"):

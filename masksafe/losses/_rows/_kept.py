@@ -96,8 +96,8 @@ def prediction(formula: CrossEntropy, logits: Array, kept: Kept) -> Array:
 # Of logits that are an array.
 
 
-@jitted(0)
-def kept_of_rows(axes: Axes, inputs: Labelled, ids: Array) -> tuple[Array, Kept, Array | None]:
+@jitted(0, 1)
+def kept_of_rows(axes: Axes, is_checkified: bool, inputs: Labelled, ids: Array) -> tuple[Array, Kept, Array | None]:
     """The logits `[..., K + 1]`, 0 where not kept, the sets, and which rows are unmasked `[...]`."""
     x, labels, where = inputs.rows(axes)
     rows, labels = x.shape[:-1], labels[..., 0]
@@ -108,16 +108,20 @@ def kept_of_rows(axes: Axes, inputs: Labelled, ids: Array) -> tuple[Array, Kept,
     def unmasked_at(classes: Array) -> Array | None:
         if where is None or where.shape[-1] == 1:
             return None
-        return look_up(jnp.broadcast_to(where, x.shape), classes)
+        return look_up(is_checkified, jnp.broadcast_to(where, x.shape), classes)
 
     kept = kept_of(ids, labels, x.shape[-1], unmasked, unmasked_at)
-    return selected(look_up(x, kept.classes), kept.is_kept), kept, unmasked
+    return selected(look_up(is_checkified, x, kept.classes), kept.is_kept), kept, unmasked
 
 
-def look_up(x: Array, classes: Array) -> Array:
+def look_up(is_checkified: bool, x: Array, classes: Array) -> Array:
     """The elements `[..., k]` of rows `[..., V]` at classes in range."""
-    # With an index for every axis, since checkify fails at the derivative of `jnp.take_along_axis` (jax 0.12).
+    is_explicit = sharding.is_sharded(x) or sharding.is_sharded(classes)
+    if not (is_explicit or is_checkified):
+        return jnp.take_along_axis(x, classes, -1, mode="promise_in_bounds")
+    # With an index for every axis: the above takes no sharding, and checkify fails at its derivative (jax 0.12). Not
+    # otherwise: on an automatic mesh XLA would gather the rows.
     rows = [class_index(classes.shape, (axis,)) for axis in range(x.ndim - 1)]
-    out_sharding = jax.typeof(classes).sharding if sharding.is_sharded(x) or sharding.is_sharded(classes) else None
     at_classes = x.at[(*rows, classes)]
+    out_sharding = jax.typeof(classes).sharding if is_explicit else None
     return at_classes.get(mode="promise_in_bounds", wrap_negative_indices=False, out_sharding=out_sharding)
