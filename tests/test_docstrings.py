@@ -17,7 +17,7 @@ PUBLIC = {
 
 MOST_LINES = 60
 # They have 24 parameters and 16.
-LONGER = {"masksafe.dot_product_attention": 92, "masksafe.losses.linear_softmax_cross_entropy": 76}
+LONGER = {"masksafe.dot_product_attention": 90, "masksafe.losses.linear_softmax_cross_entropy": 76}
 WIDEST_EXAMPLE = 88  # of a block of code on the site
 
 SECTION = re.compile(r"^([A-Z][a-z ]+):$", re.MULTILINE)

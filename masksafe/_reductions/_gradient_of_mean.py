@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from masksafe._core import label_checks, moments, precision, sharding, switches
 from masksafe._core.arguments import as_real_array, as_size, message
 from masksafe._core.typing import Array, ArrayLike, Pytree
-from masksafe._reductions._masked_mean import HINT_OF_TREES, MaskedMean
+from masksafe._reductions._masked_mean import HINT_OF_ARRAYS, MaskedMean, check_returned
 
 _OP = "value_and_grad_of_mean"
 
@@ -216,13 +216,13 @@ def _as_means_and_aux(
         found = f"a function that returns {type(result).__name__}"
         if isinstance(result, jax.Array):
             found = f"a function that returns an array of dtype {result.dtype} and shape {result.shape}"
-            hint = "Write MaskedMean.of(loss, where=mask) for an array of losses, not yet averaged."
+            hint = HINT_OF_ARRAYS
         elif not has_aux and isinstance(result, tuple) and result and isinstance(result[0], MaskedMean | dict):
             found, hint = f"a function that returns a {type(result[0]).__name__} and more", "Write has_aux=True."
         raise TypeError(message(_OP, "fn", found, expected, hint))
     _check_names(means, factors)
     for name, mean in means.items() if isinstance(means, dict) else [("", means)]:
-        _check_mean(f"a MaskedMean {name!r}" if name else "a MaskedMean", mean)
+        check_returned(_OP, mean, f"a MaskedMean {name!r}" if name else "a MaskedMean")
 
     def checked(mean: MaskedMean) -> MaskedMean:
         if devices.share(jax.tree.leaves(mean)[0]):
@@ -249,17 +249,6 @@ def _check_names(means: _Means, factors: dict[str, Array] | None) -> None:
     unknown = [name for name in factors or {} if name not in means]
     if unknown:
         raise ValueError(message(_OP, "factors", f"the name {unknown[0]!r}", f"names of means: {[*means]}"))
-
-
-def _check_mean(which: str, mean: MaskedMean) -> None:
-    for name, x in {"total": mean.total, "count": mean.count}.items():
-        if not jax.tree_util.all_leaves([x]):
-            found = f"{which} whose {name} is of type {type(x).__name__}"
-            raise TypeError(message(_OP, "fn", found, "scalars", HINT_OF_TREES))
-        if x.shape != ():
-            raise ValueError(message(_OP, "fn", f"{which} whose {name} has shape {x.shape}", "scalars"))
-    if not jnp.issubdtype(mean.total.dtype, jnp.floating):
-        raise TypeError(message(_OP, "fn", f"{which} whose total has dtype {mean.total.dtype}", "a float dtype"))
 
 
 # The axes that are cut.

@@ -22,6 +22,7 @@ from masksafe._reductions._arguments import Reduction, prepared
 from masksafe._segments._segments import Segments
 
 _OP = "MaskedMean.of"
+HINT_OF_ARRAYS = "Write MaskedMean.of(loss, where=mask) for an array of losses, not yet averaged."
 HINT_OF_TREES = "Write a dict of means: {'loss': MaskedMean(total, count), ...}."
 _Means = TypeVar("_Means", "MaskedMean", "dict[str, MaskedMean]")
 
@@ -190,6 +191,20 @@ class MaskedMean:
 
     def __repr__(self) -> str:
         return f"MaskedMean(total={self.total}, count={self.count})"
+
+
+def check_returned(op: str, mean: MaskedMean, which: str = "a MaskedMean") -> None:
+    """Refuses a mean that `fn`, an argument of `op`, returns if it is not one of scalars with a total of floats."""
+    for name, x in {"total": mean.total, "count": mean.count}.items():
+        if not jax.tree_util.all_leaves([x]):
+            found = f"{which} whose {name} is of type {type(x).__name__}"
+            raise TypeError(arguments.message(op, "fn", found, "scalars", HINT_OF_TREES))
+        if x.shape != ():
+            raise ValueError(arguments.message(op, "fn", f"{which} whose {name} has shape {x.shape}", "scalars"))
+    if not jnp.issubdtype(mean.total.dtype, jnp.floating):
+        raise TypeError(
+            arguments.message(op, "fn", f"{which} whose total has dtype {mean.total.dtype}", "a float dtype")
+        )
 
 
 def _from_leaves(_: None, leaves: Iterable[Pytree]) -> MaskedMean:

@@ -181,8 +181,7 @@ def dot_product_attention(
         index plus `causal_offset`, which cannot be given with them. They need not be sorted, and are clipped to 2^29.
       key_positions: integers `[B, S]`; by default the index. Negative positions are numbers like others.
       score_mod: a function `(logit, batch, head, query_position, key_position) -> logit`, traced for one pair and
-        applied to every logit, after the bias. Floats that it closes over get gradients. At a masked pair it has no
-        effect and no derivative, whatever it returns there.
+        applied to every logit, after the bias. Floats that it closes over get gradients. Masked pairs ignore it.
       mask_mod: a function `(batch, head, query_position, key_position) -> bool`; False is masked. Blocks in which it
         is False everywhere are skipped. `masksafe.attention_masks` has some, to be joined by `&`, `|` and `~`.
       axis_name: inside `jax.shard_map`, the mesh axis over which time is split, for ring attention: queries are
@@ -201,8 +200,7 @@ def dot_product_attention(
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
         columns; so does an element beyond 2^62 / sqrt(width), also times the scale: 2^59 for a width of 64.
         One in a cotangent makes the gradients of the keys and values that its query sees NaN.
-      * A query with a NaN whose output gets no cotangent takes no part in the gradient. So padded queries need no mask
-        here if the loss masks them.
+      * A query with a NaN and without a cotangent has no part in the gradient: it needs no mask if the loss has one.
 
     Raises:
       TypeError: also if an argument that a program is made for, such as `is_causal`, is traced.

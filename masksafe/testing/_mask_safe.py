@@ -336,7 +336,7 @@ def _assert_no_nan(quantities: Quantities, transform: str) -> None:
     __tracebackhide__ = True
     for quantity, tree in quantities.items():
         for path, array in jax.tree_util.tree_leaves_with_path(tree):
-            wrong = np.isnan(array) if jnp.issubdtype(array.dtype, jnp.inexact) else np.zeros((), bool)
+            wrong = np.isnan(array)
             if wrong.any():
                 place, index = jax.tree_util.keystr(path), _trees.first_index(wrong)
                 raise AssertionError(

@@ -9,6 +9,7 @@ import numpy as np
 
 from masksafe._core.arguments import as_index_array, as_size, message
 from masksafe._reductions import MaskedMean
+from masksafe._reductions._masked_mean import HINT_OF_ARRAYS, check_returned
 from masksafe.testing import _closeness, _trees
 
 _OP = "assert_packing_safe"
@@ -367,11 +368,9 @@ def _length_of_rows(vectors: list[np.ndarray], max_length: int | None, packs: bo
 
 def _check_returned(returned: Any, shape: tuple[int, ...]) -> None:
     """Refuses anything but floats per token and a mean that is not yet divided."""
-    hint = "Write MaskedMean.of(loss, where=mask) for an array of losses, not yet averaged."
+    hint = HINT_OF_ARRAYS
     if isinstance(returned, MaskedMean):
-        for name, x in {"total": returned.total, "count": returned.count}.items():
-            if x.shape != ():
-                raise ValueError(message(_OP, "fn", f"a MaskedMean whose {name} has shape {x.shape}", "scalars"))
+        check_returned(_OP, returned)
     elif not hasattr(returned, "shape"):
         found = f"a function that returns {type(returned).__name__}"
         raise TypeError(message(_OP, "fn", found, "floats per token, or a MaskedMean", hint))
