@@ -234,7 +234,9 @@ def softmax_cross_entropy_with_integer_labels(
     hint = "For soft labels and one-hot rows use softmax_cross_entropy."
     axis_name = sharding.as_axis_name(op, axis_name)
     factors = _arguments.read_factors(op, label_smoothing, z_loss, "unmasked_mean")
-    inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where, axis_name, hint)
+    inputs, axes = read_integer_labels(op, logits, labels, axis, where, hint)
+    shape = inputs.logits.shape
+    bad_rows = label_checks.check_integer_labels(op, inputs.labels, inputs.where, axes, shape, axis_name)
     formula = CrossEntropy(tuple(factors))
     if class_weights is not None:
         number = math.prod(inputs.logits.shape[a] for a in axes)

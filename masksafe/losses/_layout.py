@@ -13,13 +13,13 @@ from masksafe._core.masks import selected
 from masksafe._core.typing import Array, Axes
 
 
-def common_rows(op: str, labels: Array, axes: Axes, name: str, x: Array) -> tuple[int, ...]:
-    """The common shape of the labels and of the scores `x` without `axes`, the axes of their classes."""
+def common_rows(op: str, labels: tuple[int, ...], axes: Axes, name: str, x: Array) -> tuple[int, ...]:
+    """The common shape of labels of this shape and of the scores `x` without `axes`, the axes of their classes."""
     rows = shape_without(axes, x.shape)
     try:
-        return jnp.broadcast_shapes(rows, labels.shape)
+        return jnp.broadcast_shapes(rows, labels)
     except ValueError as error:
-        found = f"shapes {x.shape} and {labels.shape}"
+        found = f"shapes {x.shape} and {labels}"
         expected = f"labels that broadcast with the rows {rows} of {name}"
         raise ValueError(arguments.message(op, f"{name} and labels", found, expected)) from error
 

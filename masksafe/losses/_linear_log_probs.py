@@ -7,19 +7,21 @@ from typing import Unpack, overload
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, sharding
-from masksafe._core.labels import at_labels
-from masksafe._core.masks import both, either, read_mask
+from masksafe._core.labels import as_classes, at_labels, is_class
+from masksafe._core.masks import both, read_mask
 from masksafe._core.public_op import public_op
 from masksafe._core.run_time import any_of
 from masksafe._core.sharding import AxisName
-from masksafe._core.typing import Array, ArrayLike, jitted
-from masksafe.losses._rows import _arguments, _kept
+from masksafe._core.switches import is_checkified
+from masksafe._core.typing import Array, ArrayLike, Arrays, jitted
+from masksafe.losses._rows import _arguments, _kept, _several
 from masksafe.losses._rows._arguments import No, Yes
 from masksafe.losses._rows._columns import Columns, logits_at
 from masksafe.losses._rows._cross_entropy import PREDICTIONS, CrossEntropy, Output
 from masksafe.losses._rows._linear_layer import LinearInputs
 from masksafe.losses._rows._linear_loss import LinearLoss
 from masksafe.losses._rows._linear_op import evaluate
+from masksafe.losses._rows._several import SUMS, AtLabels
 
 _OP = "linear_log_probs"
 
@@ -93,7 +95,7 @@ def linear_log_probs(
     Args:
       features: floats `[..., D]`, one row for each token.
       kernel: floats `[D, V]`.
-      labels: integers `[...]` in [0, V).
+      labels: integers `[...]` in [0, V), or `[..., L]`: several for each token, from one softmax.
       bias: `[V]`, or None.
       where: booleans `[...]`; False masks a token.
       temperature: :math:`T`, positive; it divides the logits after the soft cap.
@@ -108,9 +110,9 @@ def linear_log_probs(
         top-p. Only their logits are computed; they count if `class_mask` leaves them.
 
     Returns:
-      The log-probabilities `[...]`; with `with_entropy` a pair of these and the entropies `[...]` in nats. Their dtype
-      is the promoted one of features and kernel, but at least float32. Both are 0 at masked tokens, which have
-      gradients of 0 and no influence. Both have gradients.
+      The log-probabilities, of the shape of labels; with `with_entropy` a pair of these and the entropies `[...]` in
+      nats. Their dtype is the promoted one of features and kernel, but at least float32. Both are 0 at masked tokens,
+      which have gradients of 0 and no influence. Both have gradients.
 
       With `with_predictions` the class with the largest :math:`x_{tc}` of every token follows, and
       :math:`\log \sum_c e^{x_{tc}}`, as from `linear_softmax_cross_entropy`.
@@ -140,30 +142,68 @@ def linear_log_probs(
       "DeepSeekMath", 2024; Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
     """
     layer = _arguments.read_layer(_OP, features, kernel, bias)
-    labels = _arguments.read_labels(_OP, layer.features, labels)
-    where = read_mask(_OP, where, labels.shape, "labels", "tokens")
+    labels = _arguments.read_labels(_OP, layer.features, labels, may_be_several=True)
+    inputs = LinearInputs((layer,), labels, None, None)
+    is_one = labels.ndim == len(inputs.tokens)
+    inputs = inputs._replace(unmasked=read_mask(_OP, where, inputs.tokens, "features", "tokens"))
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
     soft_cap = _arguments.read_optional_number(_OP, "logit_soft_cap", logit_soft_cap)
     temperature = _arguments.read_number(_OP, "temperature", temperature)
     block_size = _arguments.read_block_size(_OP, block_size)
     class_mask = _arguments.read_class_mask(_OP, class_mask, layer.kernel)
-    names: tuple[Output, ...] = ("log_prob", "entropy") if with_entropy else ("log_prob",)
-    inputs = LinearInputs((layer,), labels, None, where)
+    names: tuple[Output, ...] = ("log_prob",) if is_one and kept_ids is None else SUMS
+    names = (*names, "entropy") if with_entropy else names
     if kept_ids is not None:
-        ids = _kept.read_kept_ids(_OP, kept_ids, labels.shape, "labels")
+        ids = _kept.read_kept_ids(_OP, kept_ids, inputs.tokens, "features")
         with_predictions = arguments.as_bool(_OP, "with_predictions", with_predictions)
         formula = CrossEntropy(names + PREDICTIONS[:1] * with_predictions, soft_cap, temperature)
-        return _of_kept(formula, inputs, ids, class_mask, block_size, axis_name, with_predictions)
+        outputs = _of_kept(formula, inputs, ids, class_mask, block_size, axis_name, with_predictions)
+    else:
+        with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
+        formula = CrossEntropy(names + PREDICTIONS * with_predictions, soft_cap, temperature)
+        of_labels = _of_one if is_one else _of_several
+        outputs = of_labels(formula, inputs, class_mask, block_size, axis_name)
+        if with_predictions:
+            outputs = (*outputs[:-2], *_arguments.predictions(*outputs[-2:]))
+    return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _of_one(
+    formula: CrossEntropy,
+    inputs: LinearInputs,
+    class_mask: Array | None,
+    block_size: int | None,
+    axis_name: str | None,
+) -> Arrays:
+    """The outputs of tokens with one label."""
     inputs = inputs.without_masked(class_mask, axis_name)
-    bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
-    with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
-    formula = CrossEntropy(names + PREDICTIONS * with_predictions, soft_cap, temperature)
+    bad = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
     log_probs, *others = evaluate(LinearLoss(formula, block_size, axis_name), inputs)
-    if with_predictions:
-        others[-2:] = _arguments.predictions(*others[-2:])
-    log_probs = label_checks.nan_where_bad(log_probs, bad_rows)
-    return (log_probs, *others) if others else log_probs
+    return label_checks.nan_where_bad(log_probs, bad), *others
+
+
+def _of_several(
+    formula: CrossEntropy,
+    inputs: LinearInputs,
+    class_mask: Array | None,
+    block_size: int | None,
+    axis_name: str | None,
+) -> Arrays:
+    """The outputs of tokens with several labels, of a formula of `SUMS`."""
+    (layer,), labels, number = inputs.layers, inputs.data, inputs.classes(axis_name).number
+    inputs = inputs.without_masked(class_mask, axis_name)._replace(data=jnp.zeros(inputs.tokens, jnp.int32))
+    in_range, classes = is_class(labels, number), as_classes(labels, number)
+    counts = in_range if inputs.unmasked is None else in_range & inputs.unmasked[..., None]
+    classes = jnp.where(counts, classes, 0)
+    if class_mask is not None:
+        counts &= _is_unmasked(class_mask, classes, axis_name)
+    logits = logits_at(Columns(block_size, axis_name), layer, classes, counts)
+    at = AtLabels(logits, counts, in_range)
+    bad = _several.check(_OP, labels, at, inputs.unmasked, number, "at a masked class")
+    outputs = evaluate(LinearLoss(formula, block_size, axis_name), inputs)
+    log_probs = _several.log_probs_at(formula, at, inputs.unmasked, outputs[:2])
+    return label_checks.nan_where_bad(log_probs, bad), *outputs[2:]
 
 
 def _of_kept(
@@ -174,18 +214,20 @@ def _of_kept(
     block_size: int | None,
     axis_name: str | None,
     with_predictions: bool,
-) -> Array | tuple[Array, ...]:
-    """What the op returns over the kept sets of tokens."""
+) -> Arrays:
+    """The outputs over the kept sets of tokens, of a formula of `SUMS`."""
     (layer,), labels, number = inputs.layers, inputs.data, inputs.classes(axis_name).number
-    kept, unmasked = _kept_of_tokens(number, axis_name, ids, labels, inputs.unmasked, class_mask)
-    bad_rows = _arguments.check_labels(_OP, inputs._replace(unmasked=unmasked), class_mask, axis_name)
-    bad_rows = either(bad_rows, _kept.check_kept_ids(_OP, ids, labels, kept, number, unmasked))
+    is_one = labels.ndim == len(inputs.tokens)
+    of_tokens = labels[..., None] if is_one else labels
+    kept, unmasked = _kept_of_tokens(number, axis_name, ids, of_tokens, inputs.unmasked, class_mask)
     logits = logits_at(Columns(block_size, axis_name), layer, kept.classes, kept.is_kept)
-    log_probs, *others = _kept.outputs_of_kept(formula, logits, kept)
-    log_probs = label_checks.nan_where_bad(log_probs, bad_rows)
+    at = kept.at_labels(is_checkified(), logits)
+    bad = _kept.check(_OP, ids, labels, kept, at, number, unmasked)
+    log_probs, *others = _kept.outputs_of_kept(formula, at, logits, kept)
+    log_probs = label_checks.nan_where_bad(log_probs, bad)
     if with_predictions:
         others.insert(-1, _kept.prediction(formula, logits, kept))  # in front of the logsumexps
-    return (log_probs, *others) if others else log_probs
+    return (log_probs.squeeze(-1) if is_one else log_probs), *others
 
 
 @jitted(0, 1)
@@ -195,7 +237,11 @@ def _kept_of_tokens(
     """The sets, and which tokens are unmasked."""
     if class_mask is None:
         return _kept.kept_of(ids, labels, number, unmasked, lambda _: None), unmasked
-    any_class = jnp.broadcast_to(sharding.Devices(axis_name).any(any_of(class_mask)), labels.shape)
-    unmasked, classes = both(unmasked, any_class), class_mask.astype(jnp.int32)
-    is_unmasked = lambda ids: at_labels(classes, ids, axis_name) > 0  # noqa: E731
+    any_class = jnp.broadcast_to(sharding.Devices(axis_name).any(any_of(class_mask)), ids.shape[:-1])
+    unmasked, is_unmasked = both(unmasked, any_class), lambda ids: _is_unmasked(class_mask, ids, axis_name)
     return _kept.kept_of(ids, labels, number, unmasked, is_unmasked), unmasked
+
+
+def _is_unmasked(class_mask: Array, classes: Array, axis_name: AxisName) -> Array:
+    """Whether classes in range, which count those of all devices, are unmasked."""
+    return at_labels(class_mask.astype(jnp.int32), classes, axis_name) > 0

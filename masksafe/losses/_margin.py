@@ -286,7 +286,7 @@ def _multiclass_loss(
     scores, labels = as_float_array(op, "scores", scores), as_label_array(op, "labels", labels)
     if scores.ndim == 0 or scores.shape[-1] == 0:
         raise ValueError(message(op, "scores", f"shape {scores.shape}", "[..., num_classes] with at least one class"))
-    rows = common_rows(op, labels, (scores.ndim - 1,), "scores", scores)
+    rows = common_rows(op, labels.shape, (scores.ndim - 1,), "scores", scores)
     shape, axes = (*rows, scores.shape[-1]), (len(rows),)
     labels, dtype = jnp.broadcast_to(labels, rows), precision.default_or_wider(scores.dtype)
     mask = read_mask(op, where, shape, "the input", "elements or rows", axes)

@@ -32,8 +32,10 @@ def by_row(formula, kinds, nothing=(0.0,), keeps_row=False):
         outputs = [np.full(shape, n) for n in nothing]
         for i in np.flatnonzero(where.any(tuple(range(1, where.ndim)))):
             parts = [part_of(kind, a, i, where[i]) for kind, a in zip(kinds, args, strict=True)]
-            for out, result in zip(outputs, as_tuple(formula(*parts)), strict=True):
-                out[(i, where[i]) if keeps_row else i] = result
+            for number, result in enumerate(as_tuple(formula(*parts))):
+                if not keeps_row and np.ndim(result) >= outputs[number].ndim:  # a row has several
+                    outputs[number] = np.full((*shape, *np.shape(result)), nothing[number])
+                outputs[number][(i, where[i]) if keeps_row else i] = result
         return tuple(outputs)
 
     return definition
@@ -44,7 +46,7 @@ def part_of(kind, a, i, left):
     if kind == "row":
         return a[i][left] if left.ndim else a[i]
     if kind == "label":
-        return left[: a[i]].sum() if left.ndim else a[i]
+        return np.concatenate([[0], np.cumsum(left)])[a[i]] if left.ndim else a[i]
     return {"along": lambda: a[left], "of row": lambda: a[i], "whole": lambda: a}[kind]()
 
 

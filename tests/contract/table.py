@@ -145,6 +145,7 @@ TALL = np.concatenate([X, Y], 1)
 ELEMENTS = RNG.random((ROWS, CLASSES)) < 0.6
 ELEMENTS[1], ELEMENTS[2], ELEMENTS[:, 0] = False, True, [1, 0, 1, 0, 1, 1]
 ELEMENTS[np.arange(ROWS) != 1, LABELS[np.arange(ROWS) != 1]] = True
+SEVERAL_LABELS = np.stack([LABELS, np.where(ELEMENTS[:, 0], 0, LABELS)], 1)
 COLUMNS = ELEMENTS & (np.arange(CLASSES) != 2)  # an element that is masked in all rows
 SOME_POSITIONS = np.concatenate([ELEMENTS, ELEMENTS[::-1] & ELEMENTS.any(1, keepdims=True)], 1)
 SOME_ROWS = np.array([True, False, True, True, False, True])
@@ -571,6 +572,9 @@ OPS = {
         LABELLED,
         **_two_zeros,
     ),
+    "log_probs, several labels": _of_rows(
+        _log_probs, of.log_prob, {"logits": masked(X), "labels": label(SEVERAL_LABELS)}, **_two_zeros
+    ),
     "log_probs, kept ids": _of_kept(
         _log_probs, {"logits": masked(TALL), "kept_ids": of_row(KEPT_IDS), "labels": label(LABELS)}, SOME_POSITIONS
     ),
@@ -697,6 +701,15 @@ OPS = {
         functools.partial(_linear_log_probs, temperature=0.7, logit_soft_cap=3.0),
         lambda f, k, b, label: of.log_prob(of.soft_capped(f @ k + b) / 0.7, label),
         {name: LAYER_WITH_WEIGHTS[name] for name in ("features", "kernel", "bias", "labels")},
+        **_two_zeros,
+    ),
+    "linear_log_probs, several labels, a masked class": _with_padding(
+        functools.partial(_linear_log_probs, temperature=0.7, logit_soft_cap=3.0),
+        lambda f, k, b, label: of.log_prob(of.soft_capped(f @ k + b) / 0.7, label),
+        {
+            **{name: LAYER_WITH_WEIGHTS[name] for name in ("features", "kernel", "bias")},
+            "labels": label(SEVERAL_LABELS),
+        },
         **_two_zeros,
     ),
     "linear_log_probs, kept ids": _of_kept(

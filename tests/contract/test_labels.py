@@ -12,11 +12,16 @@ from masksafe.testing import nonfinite_report
 
 
 def with_label(key, label):
-    """The arguments with another label in the first row."""
+    """The arguments with another label in the first row, the first of several."""
     op = OPS[key]
     labels = np.array(op.args[-1])
-    labels[0] = label
+    labels.reshape(len(labels), -1)[0, 0] = label
     return (*op.args[:-1], labels)
+
+
+def first_of_row(results):
+    """The output of the first row, of the first of several labels."""
+    return np.ravel(results.outputs[0][0])[0]
 
 
 @each_op(lambda op: op.classes)
@@ -28,7 +33,7 @@ def assert_a_bad_label_is_nan(key, labels, assert_same=assert_same_bits, **optio
     op, clean = OPS[key], run(key, **options)
     for label in labels:
         dirty = run(key, args=with_label(key, label), **options)
-        assert np.isnan(dirty.outputs[0][0] if op.has_rows else dirty.outputs[0])
+        assert np.isnan(first_of_row(dirty) if op.has_rows else dirty.outputs[0])
         if op.has_rows:
             assert np.isnan(dirty.gradients[0][0]).any()
             assert_same(*([*(out[1:] for out in r.outputs), r.gradients[0][1:]] for r in (dirty, clean)))
@@ -39,8 +44,8 @@ def test_a_label_at_a_masked_class_has_no_finite_loss(key):
     op = OPS[key]
     where = np.array(op.where)
     where[0] = True
-    where[0, op.args[-1][0]] = False
-    assert np.isinf(run(key, where).outputs[0][0])
+    where[0, np.ravel(op.args[-1][0])[0]] = False
+    assert np.isinf(first_of_row(run(key, where)))
 
 
 @each_op(lambda op: op.classes)
@@ -48,7 +53,7 @@ def test_checks_report_what_is_bad_and_not_what_is_masked(key):
     op = OPS[key]
     masked = np.where(op.hides(op.where)[-1], -100, op.args[-1])
     call = op.call if op.by_default else jax.jit(op.call)  # whose error has more in front of the text
-    text = rf"{op.name}: 1 of \d labels are outside \[0, {op.classes}\); first at "
+    text = rf"{op.name}: 1 of \d+ labels are outside \[0, {op.classes}\); first at "
     with masksafe.label_checks("raise"):
         jax.block_until_ready(call(op.where, *op.args[:-1], masked))
         with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=text):

@@ -87,9 +87,11 @@ def weighted_losses(losses: Array, weights: Array) -> Array:
     return losses * weights if weights.ndim == 0 else jnp.where(weights == 0, 0, product(losses, weights))
 
 
-def read_labels(op: str, features: Array, labels: ArrayLike) -> Array:
-    """Integers of the shape of the tokens."""
+def read_labels(op: str, features: Array, labels: ArrayLike, *, may_be_several: bool = False) -> Array:
+    """Integers of the shape of the tokens; maybe with one axis more, of several labels of a token."""
     labels, shape = as_label_array(op, "labels", labels), features.shape[:-1]
+    if may_be_several and labels.ndim == len(shape) + 1:
+        shape = (*shape, labels.shape[-1])
     check_shape(op, "labels", labels.shape, shape, f"that of features {features.shape} without its last axis")
     return labels
 

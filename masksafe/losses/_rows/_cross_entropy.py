@@ -40,9 +40,20 @@ _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlik
 
 
 # The outputs of a row: the cross-entropy, or its negative; its mean over all classes as the label, or over the unmasked
-# ones; the square of the logsumexp; the entropy; the logsumexp; and the class of the largest x, which counts from 1,
-# since a masked row has 0, and is NaN if there is none.
-Output = Literal["cross_entropy", "log_prob", "mean", "unmasked_mean", "square", "entropy", "logsumexp", "prediction"]
+# ones; m, without a derivative, and NaN where log s is not finite; log s; the square of the logsumexp; the entropy; the
+# logsumexp; and the class of the largest x, which counts from 1, since a masked row has 0, and is NaN if there is none.
+Output = Literal[
+    "cross_entropy",
+    "log_prob",
+    "mean",
+    "unmasked_mean",
+    "largest",
+    "log_total",
+    "square",
+    "entropy",
+    "logsumexp",
+    "prediction",
+]
 PREDICTIONS: tuple[Output, Output] = ("logsumexp", "prediction")
 
 
@@ -177,12 +188,17 @@ class CrossEntropy(RowFormula):
 
         def output(name: Output) -> Array:
             match name:
-                case "cross_entropy" | "log_prob":
-                    z = self._over_temperature(sums.label - sums.largest)
-                    return log_total - z if name == "cross_entropy" else z - log_total
+                case "cross_entropy":
+                    return log_total - self._over_temperature(sums.label - sums.largest)
+                case "log_prob":
+                    return self.log_prob(sums.label, sums.largest, log_total)
                 case "mean" | "unmasked_mean":
                     number = self._number_of_mean(sums, classes)
                     return log_total * (sums.weight / number) - sums.weighted / number
+                case "largest":
+                    return jnp.where(jnp.isfinite(log_total), lax.stop_gradient(sums.largest), jnp.nan)
+                case "log_total":
+                    return log_total
                 case "square":
                     return jnp.square(self._logsumexp(sums))
                 case "entropy":
@@ -197,6 +213,10 @@ class CrossEntropy(RowFormula):
                     return jnp.where(has_best, (sums.best + 1).astype(log_total.dtype), jnp.nan)
 
         return tuple(map(output, self.names))
+
+    def log_prob(self, x: Array, largest: Array, log_total: Array) -> Array:
+        """The logarithm of p, from x, m and log s."""
+        return self._over_temperature(x - largest) - log_total
 
     def _number_of_mean(self, sums: LabelSums, classes: int) -> Array | int:
         if "unmasked_mean" not in self.names:

@@ -8,7 +8,6 @@ changes a bit.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -16,9 +15,10 @@ from masksafe._core import arguments, label_checks, run_time, sharding
 from masksafe._core.labels import as_classes, class_index, is_class
 from masksafe._core.masks import both, either, selected
 from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, jitted
-from masksafe.losses._labelled import Labelled
+from masksafe.losses._labelled import Labelled, look_up
+from masksafe.losses._rows import _several
 from masksafe.losses._rows._cross_entropy import CrossEntropy
-from masksafe.losses._rows._dense import RowLoss, outputs_of_rows
+from masksafe.losses._rows._several import AtLabels
 
 
 class Kept(NamedTuple):
@@ -26,8 +26,18 @@ class Kept(NamedTuple):
 
     classes: Array  # in [0, V), of each place `[..., K + 1]`; any where no class is kept
     is_kept: Array  # whether a place has a class that counts, `[..., K + 1]`
-    label: Array  # the place of the label `[...]`, -1 for a label out of range
+    labels: Array  # the place of each label `[..., L]`, -1 for a label out of range
     bad_rows: Array  # unmasked rows with an id out of range `[...]`
+
+    @property
+    def rows(self) -> Array:
+        """The rows that keep a class `[...]`."""
+        return run_time.any_of(self.is_kept, -1)
+
+    def at_labels(self, is_checkified: bool, logits: Array) -> AtLabels:
+        """What belongs to the labels, from the logits of each place."""
+        at_labels = look_up(is_checkified, logits, jnp.maximum(self.labels, 0))
+        return AtLabels(selected(at_labels, self.labels > 0), self.labels > 0, self.labels >= 0)
 
 
 def read_kept_ids(op: str, kept_ids: ArrayLike, rows: tuple[int, ...], of: str) -> Array:
@@ -44,7 +54,7 @@ def read_kept_ids(op: str, kept_ids: ArrayLike, rows: tuple[int, ...], of: str) 
 def kept_of(
     ids: Array, labels: Array, number: int, unmasked: Array | None, unmasked_at: Callable[[Array], Array | None]
 ) -> Kept:
-    """The sets of rows with labels `[...]` among this number of classes.
+    """The sets of rows with labels `[..., L]` among this number of classes.
 
     `unmasked` are the unmasked rows `[...]`, and `unmasked_at` tells which classes `[..., K + 1]` of them are unmasked.
     """
@@ -56,31 +66,36 @@ def kept_of(
     is_repeated = jnp.pad(ids[..., 1:] == ids[..., :-1], in_front)
     classes, is_kept = jnp.maximum(ids, 0), ~is_repeated & (ids >= 0)
     is_kept = selected(is_kept, both(unmasked_at(classes), None if unmasked is None else unmasked[..., None]))
-    is_at_label = is_kept & (ids == as_classes(labels, number)[..., None])
-    place = jnp.sum(jnp.where(is_at_label, class_index(ids.shape), 0), -1)
-    label = jnp.where(is_class(labels, number), place, -1)
-    return Kept(classes, is_kept, label, bad_rows if unmasked is None else bad_rows & unmasked)
+    is_at_label = is_kept[..., None, :] & (ids[..., None, :] == as_classes(labels, number)[..., None])
+    places = jnp.sum(jnp.where(is_at_label, class_index(is_at_label.shape), 0), -1)
+    places = jnp.where(is_class(labels, number), places, -1)
+    return Kept(classes, is_kept, places, bad_rows if unmasked is None else bad_rows & unmasked)
 
 
-def check_kept_ids(op: str, ids: Array, labels: Array, kept: Kept, number: int, unmasked: Array | None) -> Array | None:
-    """If label checks are on, reports bad ids of unmasked rows, and labels that are not kept; returns the bad rows."""
+def check(
+    op: str, ids: Array, labels: Array, kept: Kept, at: AtLabels, number: int, unmasked: Array | None
+) -> Array | None:
+    """If label checks are on, reports ids of unmasked rows that are out of range, and labels that are not kept.
+
+    Returns the bad labels `[..., L]`: all of them in a row with a bad id.
+    """
     in_rows = None if unmasked is None else unmasked[..., None]
     is_valid = lambda ids: (ids == -1) | is_class(ids, number)  # noqa: E731
     bad_ids = label_checks.check_elements(
         op, ids, ids.shape, in_rows, is_valid, f"outside [0, {number}) and not -1", "kept_ids"
     )
-    has_any = run_time.any_of(kept.is_kept, -1)
-    bad_labels = label_checks.check_elements(
-        op, labels, labels.shape, has_any, lambda _: kept.label != 0, "not among kept_ids"
-    )
-    return either(None if bad_ids is None else run_time.any_of(bad_ids, -1), bad_labels)
+    bad_ids = None if bad_ids is None else run_time.any_of(bad_ids, -1, keepdims=True)
+    return either(bad_ids, _several.check(op, labels, at, kept.rows, number, "masked or not among kept_ids"))
 
 
-def outputs_of_kept(formula: CrossEntropy, logits: Array, kept: Kept, number: Array | None = None) -> Arrays:
-    """The outputs of a formula, from the logits of each place; NaN in bad rows. An array replaces the temperature."""
-    inputs = Labelled(logits, kept.label, kept.is_kept)
-    outputs = outputs_of_rows(RowLoss(formula, (logits.ndim - 1,)), inputs, number)
-    return tuple(label_checks.nan_where_bad(x, kept.bad_rows) for x in outputs)
+def outputs_of_kept(
+    formula: CrossEntropy, at: AtLabels, logits: Array, kept: Kept, temperature: Array | None = None
+) -> Arrays:
+    """The outputs as of `_several.outputs_at`, from the logits of each place; NaN in bad rows."""
+    inputs = Labelled(logits, jnp.zeros(logits.shape[:-1], jnp.int32), kept.is_kept)
+    log_p, *others = _several.outputs_at(formula, (logits.ndim - 1,), inputs, at, kept.rows, temperature)
+    log_p = label_checks.nan_where_bad(log_p, kept.bad_rows[..., None])
+    return (log_p, *(label_checks.nan_where_bad(x, kept.bad_rows) for x in others))
 
 
 @jitted(0)
@@ -93,35 +108,13 @@ def prediction(formula: CrossEntropy, logits: Array, kept: Kept) -> Array:
     return jnp.where(best == most, -1, best)
 
 
-# Of logits that are an array.
-
-
 @jitted(0, 1)
-def kept_of_rows(axes: Axes, is_checkified: bool, inputs: Labelled, ids: Array) -> tuple[Array, Kept, Array | None]:
-    """The logits `[..., K + 1]`, 0 where not kept, the sets, and which rows are unmasked `[...]`."""
-    x, labels, where = inputs.rows(axes)
-    rows, labels = x.shape[:-1], labels[..., 0]
-    if x.shape[-1] == 0:  # a class that is masked
-        x, where = jnp.zeros((*rows, 1), x.dtype), jnp.zeros((*rows, 1), bool)
-    unmasked = None if where is None else jnp.broadcast_to(run_time.any_of(where, -1), rows)
+def kept_of_rows(
+    axes: Axes, is_checkified: bool, inputs: Labelled, labels: Array, ids: Array
+) -> tuple[Array, Kept, Array | None]:
+    """Of logits that are an array: those of each place, 0 where not kept; the sets; and the unmasked rows `[...]`."""
+    x, where, unmasked = inputs.rows_with_a_class(axes)
 
-    def unmasked_at(classes: Array) -> Array | None:
-        if where is None or where.shape[-1] == 1:
-            return None
-        return look_up(is_checkified, jnp.broadcast_to(where, x.shape), classes)
-
+    unmasked_at = lambda classes: None if where is None else look_up(is_checkified, where, classes)  # noqa: E731
     kept = kept_of(ids, labels, x.shape[-1], unmasked, unmasked_at)
     return selected(look_up(is_checkified, x, kept.classes), kept.is_kept), kept, unmasked
-
-
-def look_up(is_checkified: bool, x: Array, classes: Array) -> Array:
-    """The elements `[..., k]` of rows `[..., V]` at classes in range."""
-    is_explicit = sharding.is_sharded(x) or sharding.is_sharded(classes)
-    if not (is_explicit or is_checkified):
-        return jnp.take_along_axis(x, classes, -1, mode="promise_in_bounds")
-    # With an index for every axis: the above takes no sharding, and checkify fails at its derivative (jax 0.12). Not
-    # otherwise: on an automatic mesh XLA would gather the rows.
-    rows = [class_index(classes.shape, (axis,)) for axis in range(x.ndim - 1)]
-    at_classes = x.at[(*rows, classes)]
-    out_sharding = jax.typeof(classes).sharding if is_explicit else None
-    return at_classes.get(mode="promise_in_bounds", wrap_negative_indices=False, out_sharding=out_sharding)
