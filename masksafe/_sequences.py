@@ -33,8 +33,8 @@ def next_tokens(
         id must not return later in its row: two documents with the same id count as one.
       steps: how far ahead a label is, at least 1; more than 1 for the heads of multi-token prediction.
       where: booleans that broadcast to the shape of `tokens`; False is padding, which neither has a label nor is one.
-      axis_name: the mesh axis over which time is split inside `jax.shard_map`, in its order. Each device gets the first
-        `steps` tokens of the next one, in one exchange.
+      axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which time is split, in its order. Each
+        device gets the first `steps` tokens of the next one, in one exchange.
 
     Returns:
       The labels `[..., T]`, of the dtype of `tokens`, and booleans `[..., T]` that say which of them exist. Pass these

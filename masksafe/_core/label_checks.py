@@ -52,7 +52,7 @@ def _check(findings: Callable[Concatenate[str, _P], Iterator[Finding]]) -> Calla
 
 @_check
 def check_integer_labels(
-    op: str, labels: Array, where: Array | None, axes: Axes, shape: tuple[int, ...], axis_name: str | None
+    op: str, labels: Array, where: Array | None, axes: Axes, shape: tuple[int, ...], axis_name: sharding.AxisName
 ) -> Iterator[Finding]:
     """Reports unmasked labels outside [0, num_classes) and labels at a masked class.
 
@@ -62,7 +62,7 @@ def check_integer_labels(
       where: booleans that broadcast to the logits, at their rank; or None.
       axes: the axes of the classes, in the order in which a label counts them.
       shape: the shape of the logits.
-      axis_name: the mesh axis over which `jax.shard_map` splits the classes, or None.
+      axis_name: the mesh axis, or several, over which `jax.shard_map` splits the classes; or None.
     """
     devices = sharding.Devices(axis_name)
     any_class = lambda found: devices.any(jnp.any(found, axes))  # noqa: E731

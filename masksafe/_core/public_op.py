@@ -22,6 +22,8 @@ _OURS = {
     "mask": ("where",),
     "segment_ids": ("query_segment_ids and key_value_segment_ids",),
     "unbiased": ("correction",),
+    "var": ("variance",),
+    "variance": ("var",),
     "weight": ("scale", "class_weights", "weights"),
     "weights": ("class_weights", "where"),
 }

@@ -5,7 +5,7 @@ which axes the array varies. Over a named axis: `Devices` are the devices along 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -157,7 +157,7 @@ def is_random_key(x: jax.Array) -> bool:
 AxisName = str | tuple[str, ...] | None  # several axes count as one, the first of them being the slowest
 
 
-def as_axis_name(op: str, axis_name: object) -> Any:
+def as_axis_name(op: str, axis_name: object) -> AxisName:
     """The name of an existing mesh axis, the names of several, or None."""
     if axis_name is None:
         return None

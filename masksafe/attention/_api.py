@@ -48,7 +48,7 @@ class _Options(TypedDict, total=False):
     key_positions: ArrayLike | None
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
-    axis_name: str | None
+    axis_name: sharding.AxisName
 
 
 @overload
@@ -130,7 +130,7 @@ def dot_product_attention(
     key_positions: ArrayLike | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
-    axis_name: str | None = None,
+    axis_name: sharding.AxisName = None,
     return_max_logit: bool = False,
 ) -> Array | tuple[Array, ...]:
     r"""Scaled dot-product attention, in blocks: no array of size T x S, and no work on masked blocks.
@@ -184,9 +184,9 @@ def dot_product_attention(
         applied to every logit, after the bias. Floats that it closes over get gradients. Masked pairs ignore it.
       mask_mod: a function `(batch, head, query_position, key_position) -> bool`; False is masked. Blocks in which it
         is False everywhere are skipped. `masksafe.attention_masks` has some, to be joined by `&`, `|` and `~`.
-      axis_name: inside `jax.shard_map`, the mesh axis over which time is split, for ring attention: queries are
-        `[B, T / n, N, H]`, keys `[B, S / n, K, H]`, `mask` and `bias` broadcast to `[B, N, T / n, S]`, and indices and
-        lengths count over all devices. Without it a device sees its own keys only.
+      axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which time is split, for ring
+        attention: queries are `[B, T / n, N, H]`, keys `[B, S / n, K, H]`, `mask` and `bias` broadcast to
+        `[B, N, T / n, S]`, and indices and lengths are global. Without it a device sees its own keys only.
       return_max_logit: also return the largest logit of each head.
 
     Returns:

@@ -114,7 +114,7 @@ def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
 class _Keywords(TypedDict, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
-    axis_name: str | None
+    axis_name: sharding.AxisName
     label_smoothing: float
     z_loss: float
     class_weights: ArrayLike | None
@@ -163,7 +163,7 @@ def softmax_cross_entropy_with_integer_labels(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     *,
-    axis_name: str | None = None,
+    axis_name: sharding.AxisName = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     with_components: bool = False,
@@ -186,8 +186,8 @@ def softmax_cross_entropy_with_integer_labels(
       where: booleans; False is masked. A mask of the rank of `logits` masks classes and broadcasts to their
         shape. A mask of lower rank masks rows and broadcasts to the shape of the loss: for logits `[2, 2]`, a
         mask `(2,)` masks rows. For labels padded as for torch's `ignore_index` write `where=labels != -100`.
-      axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `logits`, and of a mask of classes, are
-        split; if there are several axes of classes, the first one is split. Labels count the classes of all devices,
+      axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the classes of `logits` and of a
+        mask of classes are split; of several axes of classes, the first is. Labels count the classes of all devices,
         and every device gets the same loss. Gradients are correct with `check_vma=True`, the default.
       label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all unmasked classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
@@ -257,7 +257,7 @@ def softmax_cross_entropy_with_integer_labels(
 
 @jitted(0, 1)
 def _weighted_by_labels(
-    axes: Axes, axis_name: str | None, losses: Array, inputs: Labelled, class_weights: Array
+    axes: Axes, axis_name: sharding.AxisName, losses: Array, inputs: Labelled, class_weights: Array
 ) -> Array:
     """The losses `[...]` times the weights of their labels' classes; those at a masked class stay as they are."""
     _, labels, unmasked = inputs.rows(axes)

@@ -74,7 +74,7 @@ def linear_softmax_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     block_size: int | None = None,
-    axis_name: str | None = None,
+    axis_name: sharding.AxisName = None,
     class_weights: ArrayLike | None = None,
     weights: ArrayLike | None = None,
     with_components: bool = False,
@@ -106,8 +106,8 @@ def linear_softmax_cross_entropy(
       label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
       block_size: the most tokens in a block; None chooses it.
-      axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
-        count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
+      axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which `kernel` and `bias` are split by
+        class. Labels count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
       class_weights: :math:`w`, non-negative floats `[V]`, split like the classes; None means 1. They have no gradient.
         A weight of 0 makes the cost of a label 0, even if that is NaN; it masks neither the token nor its predictions.
       weights: :math:`v`, non-negative numbers that broadcast to `[...]`; None means 1. They have gradients. A token of

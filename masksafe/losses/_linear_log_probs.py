@@ -74,7 +74,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     logit_soft_cap: float | None = None,
     block_size: int | None = None,
-    axis_name: str | None = None,
+    axis_name: AxisName = None,
     with_entropy: bool = False,
     class_mask: ArrayLike | None = None,
     with_predictions: bool = False,
@@ -101,8 +101,8 @@ def linear_log_probs(
       temperature: :math:`T`, positive; it divides the logits after the soft cap.
       logit_soft_cap: :math:`\kappa`, positive, or None for no cap.
       block_size: the most tokens in a block; None chooses it.
-      axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
-        and ids count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
+      axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which `kernel` and `bias` are split by
+        class. Labels and ids count classes of all devices. Gradients are correct with `check_vma=True`, the default.
       with_entropy: whether to return the entropies too.
       class_mask: booleans `[V]`, split like the classes; False takes a class away, as for a padded vocabulary.
       with_predictions: whether to return the most probable classes and the logsumexps too.
@@ -174,7 +174,7 @@ def _of_one(
     inputs: LinearInputs,
     class_mask: Array | None,
     block_size: int | None,
-    axis_name: str | None,
+    axis_name: AxisName,
 ) -> Arrays:
     """The outputs of tokens with one label."""
     inputs = inputs.without_masked(class_mask, axis_name)
@@ -188,7 +188,7 @@ def _of_several(
     inputs: LinearInputs,
     class_mask: Array | None,
     block_size: int | None,
-    axis_name: str | None,
+    axis_name: AxisName,
 ) -> Arrays:
     """The outputs of tokens with several labels, of a formula of `SUMS`."""
     (layer,), labels, number = inputs.layers, inputs.data, inputs.classes(axis_name).number
@@ -212,7 +212,7 @@ def _of_kept(
     ids: Array,
     class_mask: Array | None,
     block_size: int | None,
-    axis_name: str | None,
+    axis_name: AxisName,
     with_predictions: bool,
 ) -> Arrays:
     """The outputs over the kept sets of tokens, of a formula of `SUMS`."""

@@ -35,6 +35,8 @@ X = np.ones((2, 3), np.float32)
         ("rms_norm", "weight", X, "expected the keyword scale"),
         ("batch_norm", "mask", X > 0, "expected the keyword where"),
         ("standardize", "dim", 1, "expected the keyword axis"),
+        ("standardize", "var", X, "expected the keyword variance"),
+        ("batch_norm", "variance", X[0], "expected the keyword var"),
         ("l2_normalize", "eps", 1e-5, "expected the keyword epsilon"),
         (
             "dot_product_attention",

@@ -61,6 +61,17 @@ def ops() -> None:
     masksafe.mean("X")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
+def axes(names: tuple[str, ...] | None) -> None:
+    """The axis of a mesh, several, or none, wherever `axis_name` is a parameter."""
+    assert_type(masksafe.dot_product_attention(HEADS, HEADS, HEADS, axis_name=("data", "time")), jax.Array)
+    assert_type(masksafe.segment_sum(X, LABELS, 3, axis_name=names), jax.Array)
+    assert_type(losses.softmax_cross_entropy_with_integer_labels(X, LABELS, axis_name=("data", "model")), jax.Array)
+    assert_type(losses.linear_softmax_cross_entropy(X, KERNEL, LABELS, axis_name="model"), jax.Array)
+    assert_type(losses.linear_log_probs(X, KERNEL, LABELS, axis_name=names, with_entropy=True), Pair)
+    losses.linear_log_probs(X, KERNEL, LABELS, axis_name=0)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    masksafe.mean(X, axis_name=0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
 def flags(flag: bool) -> None:
     """Results that depend on a flag, which is known or only a bool."""
     attend = masksafe.dot_product_attention

@@ -39,7 +39,7 @@ class LabelOptions(TypedDict, total=False):
     where: ArrayLike | None
     logit_soft_cap: float | None
     block_size: int | None
-    axis_name: str | None
+    axis_name: AxisName
     class_mask: ArrayLike | None
 
 
@@ -105,7 +105,7 @@ def read_class_mask(op: str, class_mask: ArrayLike | None, kernel: Array) -> Arr
     return mask
 
 
-def check_labels(op: str, inputs: LinearInputs, class_mask: Array | None, axis_name: str | None) -> Array | None:
+def check_labels(op: str, inputs: LinearInputs, class_mask: Array | None, axis_name: AxisName) -> Array | None:
     """If label checks are on, reports bad labels of unmasked tokens, and returns which tokens have one."""
     labels, unmasked, number = inputs.data, inputs.unmasked, inputs.layers[0].kernel.shape[1]
     where = None if unmasked is None else unmasked[..., None]
@@ -161,7 +161,7 @@ def read_block_size(op: str, block_size: object) -> int | None:
     return int(block_size)
 
 
-def read_with_predictions(op: str, with_predictions: object, inputs: LinearInputs, axis_name: str | None) -> bool:
+def read_with_predictions(op: str, with_predictions: object, inputs: LinearInputs, axis_name: AxisName) -> bool:
     needed = as_bool(op, "with_predictions", with_predictions)
     number, most = inputs.classes(axis_name).number, 2 ** (jnp.finfo(inputs.sum_dtype).nmant + 1)
     if needed and number >= most:  # the formula counts classes in the dtype of the sums

@@ -27,7 +27,7 @@ class RowLoss(NamedTuple):
 
     formula: CrossEntropy | TargetCrossEntropy
     axes: Axes  # of the classes
-    axis_name: str | None = None  # the mesh axis over which the classes are split
+    axis_name: sharding.AxisName = None  # the mesh axis over which the classes are split
     # Whether JAX differentiates what is computed. Then the logit of the label is not looked up, since checkify cannot
     # check the derivative, a scatter; and masked rows are selected before anything is computed.
     is_plain: bool = False
@@ -83,7 +83,7 @@ def _weights_at_rank(inputs: Labelled) -> Array | None:
     return jnp.expand_dims(weights, range(inputs.labels.ndim))
 
 
-def _unmasked_rows(x: Array, where: Array | None, axis_name: str | None = None) -> Array | None:
+def _unmasked_rows(x: Array, where: Array | None, axis_name: sharding.AxisName = None) -> Array | None:
     """Which rows have an unmasked class; None: all."""
     if x.shape[-1] == 0:
         return jnp.zeros((*x.shape[:-1], 1), bool)
