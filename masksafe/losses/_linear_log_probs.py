@@ -7,7 +7,7 @@ from typing import Unpack, overload
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, sharding
-from masksafe._core.labels import as_classes, at_labels, is_class
+from masksafe._core.labels import at_labels
 from masksafe._core.masks import both, read_mask
 from masksafe._core.public_op import public_op
 from masksafe._core.run_time import any_of
@@ -143,9 +143,9 @@ def linear_log_probs(
     """
     layer = _arguments.read_layer(_OP, features, kernel, bias)
     labels = _arguments.read_labels(_OP, layer.features, labels, may_be_several=True)
-    inputs = LinearInputs((layer,), labels, None, None)
-    is_one = labels.ndim == len(inputs.tokens)
-    inputs = inputs._replace(unmasked=read_mask(_OP, where, inputs.tokens, "features", "tokens"))
+    tokens = layer.features.shape[:-1]
+    is_one = labels.ndim == len(tokens)
+    inputs = LinearInputs((layer,), labels, None, read_mask(_OP, where, tokens, "features", "tokens"))
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
     soft_cap = _arguments.read_optional_number(_OP, "logit_soft_cap", logit_soft_cap)
@@ -155,7 +155,7 @@ def linear_log_probs(
     names: tuple[Output, ...] = ("log_prob",) if is_one and kept_ids is None else SUMS
     names = (*names, "entropy") if with_entropy else names
     if kept_ids is not None:
-        ids = _kept.read_kept_ids(_OP, kept_ids, inputs.tokens, "features")
+        ids = _kept.read_kept_ids(_OP, kept_ids, tokens, "features")
         with_predictions = arguments.as_bool(_OP, "with_predictions", with_predictions)
         formula = CrossEntropy(names + PREDICTIONS[:1] * with_predictions, soft_cap, temperature)
         outputs = _of_kept(formula, inputs, ids, class_mask, block_size, axis_name, with_predictions)
@@ -193,9 +193,7 @@ def _of_several(
     """The outputs of tokens with several labels, of a formula of `SUMS`."""
     (layer,), labels, number = inputs.layers, inputs.data, inputs.classes(axis_name).number
     inputs = inputs.without_masked(class_mask, axis_name)._replace(data=jnp.zeros(inputs.tokens, jnp.int32))
-    in_range, classes = is_class(labels, number), as_classes(labels, number)
-    counts = in_range if inputs.unmasked is None else in_range & inputs.unmasked[..., None]
-    classes = jnp.where(counts, classes, 0)
+    classes, counts, in_range = _several.classes_of(labels, number, inputs.unmasked)
     if class_mask is not None:
         counts &= _is_unmasked(class_mask, classes, axis_name)
     logits = logits_at(Columns(block_size, axis_name), layer, classes, counts)

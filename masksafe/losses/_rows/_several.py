@@ -58,15 +58,20 @@ def log_probs_at(
     return selected(nan_unless(at.in_range, log_p), unmasked)
 
 
+def classes_of(labels: Array, number: int, unmasked: Array | None) -> tuple[Array, Array, Array]:
+    """Labels `[..., L]` as classes in range; which are in range in an unmasked row `[...]`; and which are in range."""
+    in_range = is_class(labels, number)
+    counts = in_range if unmasked is None else in_range & unmasked[..., None]
+    return jnp.where(counts, as_classes(labels, number), 0), counts, in_range
+
+
 @jitted(0, 1)
 def at_labels_of_rows(
     axes: Axes, is_checkified: bool, inputs: Labelled, labels: Array
 ) -> tuple[AtLabels, Array | None]:
     """Of logits that are an array; and which rows are unmasked `[...]`."""
     x, where, unmasked = inputs.rows_with_a_class(axes)
-    in_range, classes = is_class(labels, x.shape[-1]), as_classes(labels, x.shape[-1])
-    counts = in_range if unmasked is None else in_range & unmasked[..., None]
-    classes = jnp.where(counts, classes, 0)
+    classes, counts, in_range = classes_of(labels, x.shape[-1], unmasked)
     if where is not None:
         counts &= look_up(is_checkified, where, classes)
     return AtLabels(selected(look_up(is_checkified, x, classes), counts), counts, in_range), unmasked
