@@ -39,8 +39,8 @@ class Prompt(code.InteractiveConsole):
         return printed.getvalue()
 
 
-def rows_of(heading):
-    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+def rows_of(text, heading):
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
     return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
 
 
@@ -53,14 +53,15 @@ def test_a_prompt_takes_every_block_and_prints_what_it_says(page):
         expected = "".join(f"{line[2:]}\n" for line in block.splitlines() if line.startswith("# "))
         found = prompt.paste(block)
         assert is_printed(expected, found, doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS), f"{block}\n{found}"
-    for _, call in rows_of("Change the import") if page == "README.md" else ():
+    text = (ROOT / page).read_text("utf8")
+    for _, call in rows_of(text, "The ops") if page == "docs/getting_started.md" else ():
         found = eval(call.strip("`"), prompt.locals)
         assert not any(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(found) if isinstance(leaf, jax.Array)), call
 
 
 def test_lines_print_what_stands_below_them():
     preamble = re.search("Lines to paste, after `(.+?)`:", README)[1]
-    for row in rows_of("What goes wrong today"):
+    for row in rows_of(README, "What goes wrong today"):
         for column in row[1:]:
             line, printed = re.fullmatch(r"`(.+?)`<br>\[?([^,\]]+).*", column).groups()
             names = {"jax": jax, "jnp": jnp, "optax": optax, "masksafe": masksafe, "losses": masksafe.losses}
@@ -72,3 +73,10 @@ def test_lines_print_what_stands_below_them():
 def test_the_first_pages_say_which_version_a_clone_has():
     for page in ("README.md", "docs/index.md"):
         assert f"A clone is {masksafe.__version__}," in (ROOT / page).read_text("utf8")
+
+
+def test_each_command_of_the_readme_is_complete_in_a_fresh_clone():
+    commands = "".join(re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)).splitlines()
+    assert len(commands) == 3  # install, train, test
+    assert all(command.startswith("python3 -m venv .venv && .venv/bin/pip install ") for command in commands)
+    assert [command for command in README.splitlines() if '".[test]"' in command] == commands[2:]  # what .ci/run runs

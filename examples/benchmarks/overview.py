@@ -43,13 +43,16 @@ LOG_PROBS, DIVERGENCE = ("linear_log_probs", "log p, entropy"), ("linear_kl_dive
 CAUSAL = Headline(*ATTENTION, "causal", FLOAT32, "long", "jax.nn", "attention, causal, length 4096", True)
 IN_TORCH = CAUSAL._replace(peer="torch", is_compiled=False)
 PACKED = CAUSAL._replace(mask="8 segments", text="attention, 8 packed segments, length 4096")
+MASKED_TOKENS = Headline(
+    *LINEAR, "60 % of tokens", FLOAT32, "large", "optax", "linear layer and cross-entropy, 60 % masked"
+)
 OF_12_LAYERS = Headline(*DECODER, "none", FLOAT32, "large", "flax", "decoder of 12 layers")
 HEADLINES = [
     Headline(*INTEGER, "none", FLOAT32, "large", "optax", "cross-entropy, integer labels", True),
     Headline(*INTEGER, "rows", FLOAT32, "large", "optax", "cross-entropy, half of the rows masked", True),
     Headline(*INTEGER, "rows", BFLOAT16, "large", "optax", "cross-entropy, half masked, bfloat16"),
     Headline(*LINEAR, "none", FLOAT32, "large", "optax", "linear layer and cross-entropy", True),
-    Headline(*LINEAR, "60 % of tokens", FLOAT32, "large", "optax", "linear layer and cross-entropy, 60 % masked"),
+    MASKED_TOKENS,
     Headline(*LOG_PROBS, "none", FLOAT32, "large", "jax.nn", "linear layer, log-probabilities and entropies", True),
     Headline(*DIVERGENCE, "none", FLOAT32, "large", "optax", "KL divergence of two linear layers"),
     CAUSAL,
@@ -60,13 +63,7 @@ HEADLINES = [
     OF_12_LAYERS,
     Headline(*DECODER, "packed", FLOAT32, "large", "flax", "decoder of 12 layers, packed documents", True),
 ]
-FACTS = {  # for the README
-    CAUSAL: "Causal attention, length 4096: {ours} MiB of temporary memory for `jax.nn`'s {theirs}, {ratio} of its time"
-    " ({times}).",
-    PACKED: "Eight packed documents: {ratio} of the time ({times}).",
-    OF_12_LAYERS: "Decoder of 12 layers: {ours} MiB for flax's {theirs}, {ratio} of its time.",
-    IN_TORCH: "torch's CPU kernels are faster: that attention takes {ratio} times as long.",
-}
+FACTS = (CAUSAL, MASKED_TOKENS, OF_12_LAYERS)  # for the README
 CURVES = {"causal": "causal", "8 segments": "8 packed documents"}  # masks of the picture of the landing page
 
 
@@ -135,18 +132,28 @@ def by_length(rows: Sequence[Row]) -> dict[tuple[str, str], list[Point]]:
 
 
 def facts(rows: Sequence[Row]) -> str:
-    """A few sentences on gradients. Times are the least ones, which a disturbed machine changes least."""
-    lines, told = [], []
-    for line, sentence in FACTS.items():
-        for pair in filter(line.is_of, pairs(rows)):
-            if pair.row.what == GRADIENT:
-                ours, theirs = mebibytes(pair)
-                times = " / ".join(f"{row.minimum_ms / 1e3:.2f} s" for row in pair)
-                text = sentence.format(ours=ours, theirs=theirs, ratio=f"{pair.minimum:.2f}", times=times)
-                lines.append(textwrap.fill(f"- {text}", 120, subsequent_indent="  "))
-                told += pair
-    intro = f"[Measured](docs/performance/index.md) with gradients, {environment(told, ('jax', 'torch'))}:"
-    return "\n\n".join([textwrap.fill(intro, 120, break_on_hyphens=False), "\n".join(lines)])
+    """A table of a few gradients, and what the first of them costs. Times are the least ones, which scatter least."""
+    gradients = [pair for pair in pairs(rows) if pair.row.what == GRADIENT]
+    of = {line: pair for line in (*FACTS, IN_TORCH) for pair in filter(line.is_of, gradients)}
+    figures = ("minimum_ms", 1e3, "{:.2f}", "s"), ("temporary_bytes", results.MIB, "{:.0f}", "MiB")
+    lines = [[line.text, *(times_less(of[line], *figure) for figure in figures)] for line in FACTS if line in of]
+    told = environment([row for pair in of.values() for row in pair], ("jax", "torch"))
+    text = [f"[Measured](docs/performance/index.md) on {told}."]
+    if CAUSAL in of:
+        text.append(
+            "The attention compiles in {:.1f} s instead of {:.1f}.".format(*(row.compile_s for row in of[CAUSAL]))
+        )
+    if IN_TORCH in of:
+        text.append(f"torch's CPU kernel runs it in {1 / of[IN_TORCH].minimum:.2f} of masksafe's time.")
+    table = as_markdown(["work, with its gradient", "times faster", "times less temporary memory"], lines)
+    return "\n\n".join([table, textwrap.fill(" ".join(text), 120, break_on_hyphens=False)])
+
+
+def times_less(pair: Pair, figure: str, size: float, text: str, unit: str) -> str:
+    """How many times less the figure is than the peer's, and both in a unit of that size."""
+    times = 1 / pair.of(figure)
+    ours, theirs = (text.format(getattr(row, figure) / size) for row in pair)
+    return f"{times:.{int(times < 9.95)}f} ({ours} {unit} instead of {pair.peer.candidate}'s {theirs})"
 
 
 def libraries(rows: Sequence[Row], older: Sequence[Row]) -> str:
