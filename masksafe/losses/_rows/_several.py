@@ -49,9 +49,9 @@ def log_probs_at(
     """The log-probabilities `[..., L]`, from the outputs `SUMS` of the rows `[...]`; 0 in masked rows."""
     formula, unmasked = formula.at(temperature), None if unmasked is None else unmasked[..., None]
     largest, log_total = lax.stop_gradient(sums[0])[..., None], sums[1][..., None]
-    # A NaN or +inf is in the sums too, and -inf excludes a class. A soft cap would make a NaN of a cotangent of 0.
-    is_finite = at.counts & jnp.isfinite(at.logits)
-    x = selected(formula.x(selected(at.logits, is_finite)), is_finite, -jnp.inf)
+    # A NaN is in the sums too, and -inf excludes a class. A soft cap would make a NaN of a cotangent of 0.
+    is_number = at.counts & (at.logits > -jnp.inf)
+    x = selected(formula.x(selected(at.logits, is_number)), is_number, -jnp.inf)
     # Computed in another way than the largest, it may exceed it by a rounding.
     excess = lax.stop_gradient(jnp.maximum(x - largest, 0))
     log_p = formula.log_prob(x - excess, largest, log_total)
