@@ -180,18 +180,20 @@ ROWS = {
     "std": Row("`jnp.std(x, where=mask)`", lambda x: jnp.std(x, where=MASK), *OF_X),
     "max": Row(MAX, largest, *OF_X),
     "max of integers": Row(MAX, largest, {"x": -TOKENS - 1}, {"x": MASK}),
-    "z-loss": Row("`cross_entropy_with_logits(", with_z_loss, *OF_LOGITS),
-    "z-loss of a linear layer": Row("the same of `features @ kernel`", linear(with_z_loss), *OF_LINEAR),
-    "smoothing": Row("labels of `1 - s` and `s / (V - 1)`", flax_smoothed, *OF_LOGITS),
-    "smoothing before a linear layer": Row("such labels, and `features @ kernel`", linear(flax_smoothed), *OF_LINEAR),
+    "z-loss": Row("`cross_entropy_with_logits(logits", with_z_loss, *OF_LOGITS),
+    "z-loss of a linear layer": Row("`cross_entropy_with_logits(features", linear(with_z_loss), *OF_LINEAR),
+    "smoothing": Row("labels of `1 - s` and `s / (V - 1)`, as", flax_smoothed, *OF_LOGITS),
+    "smoothing before a linear layer": Row(
+        "labels of `1 - s` and `s / (V - 1)`, and", linear(flax_smoothed), *OF_LINEAR
+    ),
     "padded vocabulary": Row("`jnp.where(jnp.arange(V) < n", linear(padded_cross_entropy), *OF_PADDED),
     "accuracy": Row("`jnp.argmax(features @ kernel, -1) == labels`", linear(right), *OF_LINEAR),
     "log-probabilities": Row("`selective_log_softmax(", log_probs_at_a_temperature, *of_logits("tokens")),
     "sum and mean": Row(
         "`jnp.sum(x * mask)`, `masked_mean(", lambda x: (jnp.sum(x * MASK), masked_mean(x, MASK)), *OF_X
     ),
-    "mean of sequences": Row('the same with `"sequence-mean-token-mean"`', mean_of_sequences, *OF_LOSS),
-    "mean of packed sequences": Row("the line above with `segment_ids=ids", mean_of_packed_sequences, *OF_PACKED),
+    "mean of sequences": Row('`aggregate_loss(loss, mask, "sequence', mean_of_sequences, *OF_LOSS),
+    "mean of packed sequences": Row("the same with `segment_ids=ids", mean_of_packed_sequences, *OF_PACKED),
     "class weights": Row(
         "`F.cross_entropy(logits, labels, weight=w", weighted_like_torch, *OF_LOGITS, {"w": jnp.asarray(CLASS_WEIGHTS)}
     ),
@@ -208,13 +210,15 @@ ROWS = {
         "`rlax.entropy_loss(", lambda logits, a: -jnp.mean(entropy(logits) * MASK[0]), *OF_STEPS, {"w": 1.0 * MASK[0]}
     ),
     "softmax of -1e9": Row(
-        "`jax.nn.softmax(jnp.where(",
+        "`jax.nn.softmax(jnp.where(mask, x, -1e9))` |",
         lambda x: jax.nn.softmax(jnp.where(MASK[:3], x, -1e9)),
         {"x": floats(3, 5)},
         {"x": MASK[:3]},
         {"mask": MASK[:3]},
     ),
-    "attention of -1e9": Row("such a softmax between", attention, *OF_PAIRS, {"mask": KEYS}),
+    "attention of -1e9": Row(
+        "`jax.nn.softmax(jnp.where(mask, x, -1e9))` between", attention, *OF_PAIRS, {"mask": KEYS}
+    ),
     "attention of a bias": Row("`jnp.where(mask, 0, -1e9)`, added", attention, *OF_PAIRS, {"mask": KEYS}),
     "scaled before": Row(
         "queries that are scaled", lambda q, k, v: attention(q, k, v, 0, 1), *OF_PAIRS, {"mask": KEYS}

@@ -28,10 +28,10 @@ def publish(benchmarks: Sequence[Benchmark]) -> None:
     """Of all of them together with what other programs measure, imported late: one sets the number of devices."""
     if len(benchmarks) < len(BENCHMARKS):
         return command.publish(benchmarks)
-    names = "accuracy", "compiled", "exchanges", "meshes", "moves", "sweep"
-    accuracy, compiled, exchanges, meshes, moves, sweep = map(importlib.import_module, names)
+    names = "accuracy", "compiled", "exchanges", "gpu", "meshes", "moves", "sweep"
+    accuracy, compiled, exchanges, gpu, meshes, moves, sweep = map(importlib.import_module, names)
     command.publish([*benchmarks, *meshes.BENCHMARKS])
-    for module in (accuracy, exchanges, moves, sweep):
+    for module in (accuracy, exchanges, gpu, moves, sweep):
         module.publish()
     for target in compiled.PLACES:
         compiled.publish(target)

@@ -105,9 +105,9 @@ def publish(benchmarks: Sequence[Benchmark]) -> None:
 
 
 def all_rows(folder: str) -> list[Row]:
-    """Of all benchmarks of times but the sweep and the moves, which have sections of their own."""
+    """Of all benchmarks of times on a CPU but the sweep and the moves, which have sections of their own."""
     paths = sorted((results.DOCS / "benchmarks" / folder).glob("*.csv"))
-    return [row for path in paths if path.stem not in ("accuracy", "moves", "sweep") for row in read_csv(path)]
+    return [row for path in paths if path.stem not in ("accuracy", "gpu", "moves", "sweep") for row in read_csv(path)]
 
 
 def main(

@@ -251,7 +251,7 @@ def summary(rows: Sequence[Row]) -> str:
     if has_cycles(found):
         text += f", and {above('cycles')} take more than 1.1 times the cycles"
     link = f"[All figures as CSV](../benchmarks/compiled/{rows[0].target}.csv)"
-    return "\n\n".join([f"{text}. These are of:", table_of_ops(found, of_all=False), link])
+    return "\n\n".join([f"{text}. Their ops:", table_of_ops(found, of_all=False), link])
 
 
 def publish(target: str) -> None:
@@ -261,7 +261,7 @@ def publish(target: str) -> None:
         return fill_pages({PLACES[target]: operations.summary(rows)})
     draw_programs(pairs(rows), results.picture_of(f"compiled_{target}"))
     if target in PLACES:
-        image = f"![Ratios of bytes moved on a {target}](../{results.PICTURES}/compiled_{target}.png)"
+        image = f"![Ratios of bytes moved, compiled for {target}](../{results.PICTURES}/compiled_{target}.png)"
         fill_pages({PLACES[target]: "\n\n".join([f"Compiled {environment(rows)}.", image, summary(rows)])})
 
 

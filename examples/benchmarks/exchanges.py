@@ -100,7 +100,7 @@ OPS = [
         lambda n: (((1024 * n, 4096), F32, D), ((1024 * n,), I32, D)),
     ),
     Op(
-        *("the same, 4096 rows", "classes", integers),
+        *("`softmax_cross_entropy_with_integer_labels`, 4096 rows", "classes", integers),
         lambda n: (((4096, 512 * n), F32, SECOND), ((4096,), I32, WHOLE)),
     ),
     Op(
@@ -109,7 +109,7 @@ OPS = [
         leaves=2,
     ),
     Op(
-        *("the same, 4096 tokens", "classes", linear),
+        *("`linear_softmax_cross_entropy`, 4096 tokens", "classes", linear),
         lambda n: (((4096, 1024), BF16, WHOLE), ((1024, 4096 * n), BF16, SECOND), ((4096,), I32, WHOLE)),
         leaves=2,
     ),
@@ -119,10 +119,23 @@ OPS = [
         *(0, WHOLE),
     ),
     Op("`dot_product_attention`", "batch", attention(), lambda n: (((n, 1024, 8, 64), BF16, D),) * 3, 3),
-    Op("the same", "heads", attention(), lambda n: (((1, 1024, n, 64), BF16, P(None, None, "d")),) * 3, 3),
-    Op("the same, 1024 times a device, 8 heads", "time", attention(is_causal=True), in_time, 3),
-    Op("the same with `axis_name`", "time", ring(), in_time, 3, SECOND),
-    Op("the same, a window of 2048", "time", ring(local_window_size=(2048, 0)), in_time, 3, SECOND),
+    Op(
+        "`dot_product_attention`",
+        "heads",
+        attention(),
+        lambda n: (((1, 1024, n, 64), BF16, P(None, None, "d")),) * 3,
+        3,
+    ),
+    Op("`dot_product_attention`, 1024 times a device, 8 heads", "time", attention(is_causal=True), in_time, 3),
+    Op("`dot_product_attention(axis_name)`, 1024 times a device, 8 heads", "time", ring(), in_time, 3, SECOND),
+    Op(
+        "`dot_product_attention(axis_name)`, a window of 2048",
+        "time",
+        ring(local_window_size=(2048, 0)),
+        in_time,
+        3,
+        SECOND,
+    ),
     Op(
         *("`info_nce_loss(axis_name)`, 1024 pairs a device, 512 wide", "rows", pairs),
         lambda n: (((1024 * n, 512), F32, D),) * 2,

@@ -1,17 +1,20 @@
 """The ops that cost most, on the GPU that is there: each against plain formulas, and libraries if they are installed.
 
-    python examples/benchmarks/gpu.py [--seconds 300] [--only OP] [--tiny]
+    python examples/benchmarks/gpu.py [--seconds 300] [--only OP] [--tiny] [--csv FILE]
 
 Nothing but jax and masksafe has to be installed, and nothing is loaded from a network. Each figure is printed at once,
 the most important first: the milliseconds of the value with its gradient, and the time in which the GPU copies the
 bytes of the arguments and the results in units of it, which for a product of matrices is no bound. What the seconds are
 not enough for has a line that says so. `--tiny` is a smoke run that any device can make.
+
+A run of all ops on a GPU writes `docs/benchmarks/gpu.csv`, of which `all.py --plot-only` makes a page and a picture.
 """
 
 import argparse
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attention
@@ -20,8 +23,11 @@ import formulas
 import jax
 import jax.numpy as jnp
 import linear
+import measure
 import normalization
-from measure import Case, Work, cases_of, figures_of, grid_of, is_installed, measure, pulled_back
+import results
+from measure import Benchmark, Case, Row, Work, cases_of, grid_of
+from results import Pair, csv_of, grouped
 
 import masksafe
 from masksafe import losses
@@ -33,6 +39,16 @@ ROUNDS = 3
 LONGEST = 20  # seconds that compiling and timing a candidate may take: with less left none is begun
 TOKENS = ("none", "60 % of tokens")
 WITHOUT_A_GPU = ("torch", "tokamax")  # which are timed on a CPU
+PEERS = ("jax.nn, cuDNN", "masksafe, blocks", "jax.nn", "formula", "optax", "flax", "jax.lax", "JAX")
+BENCHMARK = Benchmark("gpu", "On a GPU", measure.against(*PEERS), [])
+NO_FIGURES = """\
+**There are no figures yet:** nobody has run this benchmark on a GPU. On yours it takes five minutes, and writes the CSV
+from which the second command makes the table and the picture of this page:
+
+```sh
+.venv/bin/pip install . "jax[cuda12]" && .venv/bin/python examples/benchmarks/gpu.py
+.venv/bin/pip install ".[examples]" && .venv/bin/python examples/benchmarks/all.py --plot-only
+```"""
 
 
 # Cases: their sizes on a GPU, and tiny ones
@@ -151,39 +167,87 @@ class Queued:
             out = self.program(*self.args)
         jax.block_until_ready(out)
 
-    def milliseconds(self) -> float:
-        (seconds,) = measure({"": self}, ROUNDS).values()
-        return figures_of([x / self.calls for x in seconds])["median_ms"]
+    def figures(self) -> dict[str, Any]:
+        (seconds,) = measure.measure({"": self}, ROUNDS).values()
+        return measure.figures_of([x / self.calls for x in seconds])
 
 
 def bytes_per_second(copied: int = COPIED_BYTES) -> float:
     """What the device reads and writes while it copies an array, to which it adds 1."""
-    return 2e3 * copied / Queued(lambda x: x + 1, (jnp.zeros(copied // 4, jnp.int32),)).milliseconds()
+    return 2e3 * copied / Queued(lambda x: x + 1, (jnp.zeros(copied // 4, jnp.int32),)).figures()["median_ms"]
 
 
-def lines_of(case: Case, bandwidth: float, end: float) -> Iterator[tuple[str, ...]]:
-    """What is told of each candidate, as soon as it is known."""
-    about = case.work, case.mask, case.shape
+def rows_of(case: Case, bandwidth: float, end: float) -> Iterator[Row]:
+    """What is known of each candidate, as soon as it is known."""
     if time.monotonic() > end - LONGEST:
-        yield *about, "all", "no time left", ""
+        yield row(case, "all", {"failure": "no time left"})
         return
     work = case.prepare()
     for name in (name for name in work.functions if name not in WITHOUT_A_GPU):
-        yield *about, name, *told(name, work, bandwidth, end)
+        yield row(case, name, timed(name, work, bandwidth, end))
         jax.clear_caches()
 
 
-def told(name: str, work: Work, bandwidth: float, end: float) -> tuple[str, str]:
-    if not is_installed(name):
-        return "not installed", ""
+def row(case: Case, candidate: str, figures: dict[str, Any]) -> Row:
+    columns = dict.fromkeys(("rounds", "minimum_ms", "median_ms", "copy", "failure")) | figures
+    made = measure.row_of(BENCHMARK.name, case, measure.GRADIENT, candidate, **columns)
+    return Row(**vars(made) | {"machine": jax.devices()[0].device_kind})
+
+
+def timed(name: str, work: Work, bandwidth: float, end: float) -> dict[str, Any]:
+    if not measure.is_installed(name):
+        return {"failure": "not installed"}
     if time.monotonic() > end - LONGEST:
-        return "no time left", ""
+        return {"failure": "no time left"}
     try:
-        queued = Queued(*pulled_back(work.functions[name], work.args, work.leaves))
-        milliseconds = queued.milliseconds()
+        queued = Queued(*measure.pulled_back(work.functions[name], work.args, work.leaves))
+        figures = queued.figures()
     except Exception as error:  # out of memory, or a kernel that is not there
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}", ""
-    return f"{milliseconds:.4g}", f"{1e5 * queued.bytes / bandwidth / milliseconds:.0f} %"
+        return {"failure": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"}
+    return {**figures, "copy": round(1e3 * queued.bytes / bandwidth / figures["median_ms"], 3)}
+
+
+def line_of(row: Row) -> str:
+    told = [f"{row.median_ms:.4g}", f"{row.copy:.0%}"] if row.median_ms else [row.failure, ""]
+    return f"| {' | '.join([row.work, row.mask, row.shape, row.candidate, *told])} |"
+
+
+# The page
+
+
+def section(rows: Sequence[Row]) -> str:
+    """What stands on the page: a picture and a table, or that nothing was measured."""
+    known = [row for row in rows if row.median_ms]
+    if not known:
+        return NO_FIGURES
+    failed = grouped((row for row in rows if row.failure), lambda row: (row.candidate, row.failure))
+    told = lambda of: ", ".join(dict.fromkeys(row.work for row in of))  # noqa: E731
+    failures = [f"{name} ({why}): {told(of)}" for (name, why), of in failed.items()]
+    parts = [
+        f"![{BENCHMARK.title}: ratios of times](../{results.PICTURES.as_posix()}/{BENCHMARK.name}.png)",
+        table(results.pairs(known, BENCHMARK.ratios)),
+        results.summary(BENCHMARK, {f"[{results.jax_of(known)}](../benchmarks/{BENCHMARK.name}.csv)": known}),
+        f"Without a figure: {'; '.join(failures)}." if failures else "",
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def table(pairs: Sequence[Pair]) -> str:
+    """A line for each case: of masksafe milliseconds and what a copy takes of them, and its ratio to each other."""
+    lines = []
+    for about, of_case in grouped(pairs, lambda pair: (pair.row.work, pair.row.mask, pair.row.shape)).items():
+        ours, ratios = of_case[0].row, [f"{results.ratio_text(pair.median)} {pair.peer.candidate}" for pair in of_case]
+        lines.append([*about, results.number(ours.median_ms), f"{ours.copy:.0%}", "; ".join(ratios)])
+    return results.as_markdown(["work", "mask", "shape", "ms", "a copy takes", "masksafe / the other"], lines)
+
+
+def publish() -> None:
+    rows = results.read_csv(csv_of(BENCHMARK.name))
+    if known := [row for row in rows if row.median_ms]:
+        from plots import draw  # whose libraries need not be installed beside the GPU
+
+        draw(BENCHMARK, known, results.picture_of(BENCHMARK.name))
+    results.fill_pages({BENCHMARK.name: section(rows)})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -191,16 +255,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=300, help="at most; default: %(default)s")
     parser.add_argument("--only", action="append", help="an op; may be given again; default: all")
     parser.add_argument("--tiny", action="store_true", help="a smoke run of tiny shapes")
+    parser.add_argument("--csv", type=Path, help="written after each figure; default: that of the docs, if all ops run")
     options = parser.parse_args(arguments)
+    is_whole = not options.tiny and not options.only and jax.default_backend() == "gpu"
+    path = options.csv or (csv_of(BENCHMARK.name) if is_whole else None)
     end = time.monotonic() + options.seconds
     bandwidth = bytes_per_second(2**16 if options.tiny else COPIED_BYTES)
     say = functools.partial(print, flush=True)
     say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, masksafe {masksafe.__version__}:", end=" ")
     say(f"{bandwidth / 1e9:.0f} GB/s in a copy\n\n| op | mask | shape | candidate | ms | copy |\n|{'---|' * 6}")
+    rows: list[Row] = []
     for case in cases(options.tiny):
-        if case.work in (options.only or [case.work]):
-            for line in lines_of(case, bandwidth, end):
-                say("|", " | ".join(line), "|")
+        for row in rows_of(case, bandwidth, end) if case.work in (options.only or [case.work]) else ():
+            say(line_of(row))
+            rows.append(row)
+            if path:
+                results.write_csv(path, rows)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ PROGRAMS = {
     "diffusion over sets": sets,
     "CTC": ctc,
 }
+MOST_LINES = 18  # of a change on the page
 Lines = list[str]
 
 
@@ -65,10 +66,10 @@ BENCHMARK = Benchmark("moves", "Real moves", ((AFTER, BEFORE),), cases())
 
 
 def change(program: Any) -> Lines:
-    """The lines that are taken out, those that come in, and one of those around them."""
+    """The lines that are taken out, and those that come in, with "..." for those between."""
     before, after = (inspect.getsource(fn).splitlines()[1:] for fn in (program.before, program.after))
-    lines = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
-    return ["..." if line.startswith("@@") else line.rstrip() for line in lines]
+    lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[3:]
+    return ["..." if line.startswith("@@") else line for line in lines if line not in "+-"]
 
 
 def changed_lines(program: Any) -> str:
@@ -76,6 +77,11 @@ def changed_lines(program: Any) -> str:
     lines = change(program)
     out, new = (sum(line.startswith(sign) for line in lines) for sign in "-+")
     return f"-{out} +{new} of {len(inspect.getsource(program.before).splitlines())}"
+
+
+def shown() -> list[str]:
+    """The names of the programs whose change is short enough for the page."""
+    return [name for name, program in PROGRAMS.items() if len(change(program)) <= MOST_LINES]
 
 
 def name_of(program: Any) -> str:
@@ -102,7 +108,8 @@ def cells(pair: Pair) -> Lines:
 
 def contents() -> dict[str, str]:
     rows = read_csv(csv_of(BENCHMARK.name))
-    found = {name_of(program): "\n".join(["```diff", *change(program), "```"]) for program in PROGRAMS.values()}
+    programs = [PROGRAMS[name] for name in shown()]
+    found = {name_of(program): "\n".join(["```diff", *change(program), "```"]) for program in programs}
     measured = f"Measured {environment(rows, ('masksafe', 'jax', 'optax'))}." if rows else "Nothing has been measured."
     link = f"[CSV](benchmarks/{BENCHMARK.name}.csv), with the sizes."
     return found | {BENCHMARK.name: "\n\n".join([measured, table(BENCHMARK, rows), link])}

@@ -93,9 +93,8 @@ def measured(rows: Sequence[Row], older: Sequence[Row], packages: Sequence[str] 
     """The environment of both versions."""
     if not rows:
         return "Nothing has been measured."
-    python = lambda found: " and ".join(f"Python {version}" for version in results.distinct(found, "python"))  # noqa: E731
-    of_both = [f"{results.jax_of(found)} ({python(found)})" for found in (rows, older) if found]
-    return f"Measured with {' and, in brackets, '.join(of_both)}: {environment([*rows, *older], packages)}."
+    versions = " and, in brackets, ".join(results.jax_of(found) for found in (rows, older) if found)
+    return f"Measured with {versions}: {environment([*rows, *older], packages)}."
 
 
 def headlines(rows: Sequence[Row], older: Sequence[Row]) -> str:
@@ -219,7 +218,7 @@ def compiling(rows: Sequence[Row]) -> str:
         ours, theirs = (statistics.median(row.compile_s for row in side) for side in zip(*found, strict=True))
         lines.append([name.replace("_", " "), what, peer, number(ours), number(theirs), ratio_text(ours / theirs)])
     header = ["benchmark", "what", "against", "masksafe s", "the other's s", "ratio"]
-    return f"Measured {environment(rows)}.\n\n{as_markdown(header, lines)}"
+    return f"Measured {environment(rows, ('masksafe', 'jax'))}.\n\n{as_markdown(header, lines)}"
 
 
 def programs(rows: Sequence[Row], older: Sequence[Row], sizes: Sequence[Row]) -> str:

@@ -21,6 +21,7 @@ MARKERS = "os^Dv<>P"  # one for each pair of candidates
 WIDTH, SLOT, MARGIN = 10, 0.12, 1.6  # inches
 FASTER = "ratio of the times (left of 1: faster)"
 FEWEST_SLOTS = 2  # of a line, for its name needs room
+MOST_COLUMNS = 6  # of a legend
 
 
 def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path) -> None:
@@ -103,8 +104,11 @@ def draw_by_length(curves: Mapping[tuple[str, str], Sequence[tuple[Any, ...]]], 
 
 
 def save(figure: Figure, path: Path, marks: Sequence[Line2D] = (), dpi: int = 120) -> None:
-    if marks:
-        figure.legend(handles=marks, loc="outside upper center", ncols=min(len(marks), 6), frameon=False)
+    for columns in range(min(len(marks), MOST_COLUMNS), 0, -1):
+        legend = figure.legend(handles=marks, loc="outside upper center", ncols=columns, frameon=False)
+        if legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=dpi, facecolor="white", metadata={"Software": None})
     plt.close(figure)

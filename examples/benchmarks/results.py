@@ -139,8 +139,7 @@ def listed(*parts: str) -> str:
 
 def counts(values: Sequence[float]) -> str:
     """The geometric mean of some ratios, and how many of them exceed the limit."""
-    above = sum(value > SLOWER for value in values)
-    return f"{mean(values):.2f} ({above} of {len(values)} above {SLOWER})"
+    return f"{mean(values):.2f} ({sum(value > SLOWER for value in values)} of {len(values)})"
 
 
 def as_markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -169,10 +168,15 @@ def environment(rows: Sequence[Row], packages: Sequence[str] = ()) -> str:
     python = [] if packages else [f"Python {version}" for version in distinct(rows, "python")]
     dates = sorted(distinct(rows, "date"))
     days = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
-    found = [" and ".join(of_package[name]) for name in packages or of_package if name in of_package]
+    found = [with_versions(name, of_package[name]) for name in packages or of_package if name in of_package]
     # Some processors of one name tell their clock rate.
     machines = dict.fromkeys(re.sub(" @ [^ ,]+", "", machine) for machine in distinct(rows, "machine"))
     return listed(days, " and ".join(machines), " and ".join(python), *found)
+
+
+def with_versions(name: str, packages: Sequence[str]) -> str:
+    """Such as "jax 0.10.1 and 0.12.0"."""
+    return f"{name} {' and '.join(package.removeprefix(f'{name} ') for package in packages)}"
 
 
 def jax_of(rows: Sequence[Row]) -> str:
@@ -211,26 +215,29 @@ def table(benchmark: Benchmark, rows: Sequence[Row]) -> str:
     return as_markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
 
 
-def summary(benchmark: Benchmark, rows: Sequence[Row]) -> str:
-    """The counts for each pair of candidates."""
-    of_names = grouped(pairs(rows, benchmark.ratios), lambda pair: pair.both("candidate"))
-    return "; ".join(f"{names}: {counts([pair.median for pair in found])}" for names, found in of_names.items()) + "."
+def summary(benchmark: Benchmark, versions: Mapping[str, Sequence[Row]]) -> str:
+    """A line for each pair of candidates, a column for each version of jax, and when and on what it was measured."""
+    found = [grouped(pairs(rows, benchmark.ratios), lambda p: p.both("candidate")) for rows in versions.values()]
+    told = lambda pairs: counts([pair.median for pair in pairs]) if pairs else NOTHING  # noqa: E731
+    lines = [[names, *(told(of.get(names)) for of in found)] for names in dict.fromkeys(n for of in found for n in of)]
+    lines.append(["measured", *(environment(rows, ("masksafe",)) for rows in versions.values())])
+    return as_markdown([f"geometric mean (above {SLOWER})", *versions], lines)
 
 
 def section(
     benchmark: Benchmark,
     describe: Callable[[Benchmark, Sequence[Row]], str] = table,
-    summarize: Callable[[Benchmark, Sequence[Row]], str] = summary,
+    summarize: Callable[[Benchmark, Mapping[str, Sequence[Row]]], str] = summary,
 ) -> str:
     """What stands on a page: picture and table of the newest jax, and what both versions come to."""
     rows, older = (read_csv(csv_of(benchmark.name, folder)) for folder in (NEWEST, OLDEST))
     picture = f"![{benchmark.title}: ratios of times](../{PICTURES.as_posix()}/{benchmark.name}.png)"
-    parts = [f"Measured {environment([*rows, *older], ('masksafe', 'jax'))}.", picture, describe(benchmark, rows)]
-    for of, folder in ((rows, ""), (older, f"{OLDEST}/")):
-        if of:
-            link = f"[CSV](../benchmarks/{folder}{benchmark.name}.csv)"
-            parts.append(f"{jax_of(of)}: {summarize(benchmark, of)} {link}.")
-    return "\n\n".join(parts)
+    versions = {
+        f"[{jax_of(of)}](../benchmarks/{folder}{benchmark.name}.csv)": of
+        for of, folder in ((rows, ""), (older, f"{OLDEST}/"))
+        if of
+    }
+    return "\n\n".join([picture, describe(benchmark, rows), summarize(benchmark, versions)])
 
 
 # Pages

@@ -12,7 +12,7 @@ results are rounded once, as masksafe's are; attention and the linear layer are 
 clearly good is measured in two rounds, others in five, and those above 1.1 in twelve.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attention
@@ -191,12 +191,18 @@ def longer(found: Sequence[Pair]) -> list[Pair]:
     return [pair for pair in found if pair.row.minimum_ms >= results.DISPATCH_MS]
 
 
-def summary(_: Benchmark, rows: Sequence[Row]) -> str:
+def summary(_: Benchmark, versions: Mapping[str, Sequence[Row]]) -> str:
+    return "\n\n".join(
+        f"{name}, {results.environment(rows, ('masksafe',))}: {told(rows)}" for name, rows in versions.items()
+    )
+
+
+def told(rows: Sequence[Row]) -> str:
     found = results.best_peers(rows)
     ratios, short = [pair.minimum for pair in longer(found)], len(found) - len(longer(found))
-    above = ", ".join(f"{sum(ratio > limit for ratio in ratios)} above {limit}" for limit in (1.2, 1.6))
-    shorter = f"{short} more of calls shorter than {results.DISPATCH_MS} ms"
-    return f"the geometric mean is {results.counts(ratios)}, {above}; {shorter}."
+    above = ", ".join(f"{sum(ratio > limit for ratio in ratios)} above {limit}" for limit in (SLOWER, 1.2, 1.6))
+    shorter = f"Calls shorter than {results.DISPATCH_MS} ms ({short} more) are left out"
+    return f"the geometric mean of {len(ratios)} ratios is {mean(ratios):.2f}, with {above}. {shorter}."
 
 
 def section() -> str:

@@ -73,7 +73,7 @@ def test_every_candidate_has_figures(rows_of, figure):
 
 
 def test_on_a_gpu_every_candidate_has_a_line_at_once(capsys, monkeypatch):
-    monkeypatch.setattr(gpu, "is_installed", lambda name: name != "optax")
+    monkeypatch.setattr(measure, "is_installed", lambda name: name != "optax")
     bad = dataclasses.replace(
         CASES[0], work="bad", prepare=lambda: measure.Work({"masksafe": lambda x: 1 / 0}, (np.ones(2),))
     )
@@ -85,6 +85,34 @@ def test_on_a_gpu_every_candidate_has_a_line_at_once(capsys, monkeypatch):
     assert "masksafe | ZeroDivisionError: division by zero" in failed
     gpu.main(["--tiny", "--seconds", "1", "--only", "power"])
     assert capsys.readouterr().out.splitlines()[-1] == "| power | none | 3 | all | no time left |  |"
+
+
+def test_the_figures_of_a_gpu_make_a_table_and_a_picture(tmp_path, monkeypatch):
+    page = tmp_path / "performance/gpu.md"
+    page.parent.mkdir()
+    page.write_text("<!-- table: gpu -->\nold\n<!-- end -->\n")
+    monkeypatch.setattr(results, "DOCS", tmp_path)
+    gpu.publish()
+    assert "There are no figures yet" in page.read_text()
+    rows = []
+    for candidate, ms in {"masksafe": 2.0, "formula": 4.0, "optax": None}.items():
+        figures = {"minimum_ms": ms, "median_ms": ms, "copy": 0.5} if ms else {"failure": "not installed"}
+        rows.append(gpu.row(CASES[1], candidate, figures))
+    results.write_csv(results.csv_of("gpu"), rows)
+    gpu.publish()
+    line, _, mean = (line for line in page.read_text().splitlines() if "0.50" in line or "| geo" in line)
+    assert [cell.strip() for cell in line.split("|")[1:-1]] == ["power", "none", "3", "2.00", "50%", "0.50 formula"]
+    assert "masksafe / formula" in mean
+    assert "Without a figure: optax (not installed): power." in page.read_text()
+    assert results.picture_of("gpu").stat().st_size > 5_000
+
+
+def test_the_csv_of_a_gpu_is_written_as_it_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "cases", lambda tiny: CASES[:1])
+    gpu.main(["--tiny", "--csv", str(tmp_path / "gpu.csv")])
+    rows = results.read_csv(tmp_path / "gpu.csv")
+    assert [row.candidate for row in rows] == ["masksafe", "optax"]
+    assert all(row.median_ms > 0 and row.copy > 0 and row.machine == jax.devices()[0].device_kind for row in rows)
 
 
 TINY = {}
@@ -178,6 +206,7 @@ def contents():
     rows = {name: results.read_csv(results.csv_of(f"compiled/{name}")) for name in compiled.PLACES}
     found = {benchmark.name: results.section(benchmark) for benchmark in BENCHMARKS}
     found |= {"accuracy": accuracy.section(), "sweep": sweep.section(), "operations": operations.summary(rows["cpu"])}
+    found |= {"gpu": gpu.section(results.read_csv(results.csv_of("gpu")))}
     found |= {compiled.PLACES[name]: compiled.summary(rows[name]) for name in ("h100", "v5e")}
     found |= {"exchanges": exchanges.table(results.read_csv(exchanges.TABLE))} | moves.contents()
     return found | overview.of_all(*map(command.all_rows, (results.NEWEST, results.OLDEST)), rows["cpu"])
