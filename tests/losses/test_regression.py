@@ -6,9 +6,11 @@ import definitions
 import jax
 import numpy as np
 import optax
+import pytest
 from tiers import parametrize
 
-from masksafe.losses import cosine_distance, cosine_similarity, huber_loss, log_cosh
+from masksafe._core import platforms
+from masksafe.losses import cosine_distance, cosine_similarity, huber_loss, log_cosh, triplet_margin_loss
 
 
 @parametrize("shape", [(1, 3)], exhaustive=[(3,)])
@@ -94,3 +96,14 @@ def test_derivatives_of_log_cosh():
     first, second = jax.jit(lambda e: [jax.vmap(fn)(e) for fn in derivatives])(error)
     np.testing.assert_allclose(first, np.tanh(error), atol=1e-6)
     np.testing.assert_allclose(second, 1 / np.cosh(np.clip(error, -40, 40)) ** 2, atol=1e-6)
+
+
+@pytest.mark.optimised
+@pytest.mark.skipif(not platforms.choices().has_fusion_library, reason="elsewhere rows are taken in blocks")
+@parametrize("loss, number", [(cosine_similarity, 2)], exhaustive=[(triplet_margin_loss, 3)])
+def test_no_16_bit_array_is_widened_in_memory(loss, number):
+    vectors = [jax.ShapeDtypeStruct((1024, 1024), "bfloat16")] * number
+    gradient = jax.value_and_grad(lambda *vectors: loss(*vectors).sum())
+    for fn in (loss, gradient):
+        program = jax.jit(fn).lower(*vectors).compile()
+        assert program.memory_analysis().temp_size_in_bytes < 2**20  # an array in float32 has 2**22
