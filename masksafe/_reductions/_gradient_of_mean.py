@@ -203,7 +203,7 @@ def _as_factors(factors: object) -> dict[str, Array]:
     for name, x in arrays.items():
         if x.shape != ():
             raise ValueError(message(_OP, f"factors[{name!r}]", f"shape {x.shape}", "a number"))
-    return lax.stop_gradient(arrays)
+    return jax.tree.map(jnp.asarray, lax.stop_gradient(arrays))  # a float, for a number that is differentiated
 
 
 def _as_means_and_aux(
@@ -244,8 +244,10 @@ def _check_names(means: _Means, factors: dict[str, Array] | None) -> None:
         raise ValueError(message(_OP, "fn", "a function that returns an empty dict", "a dict of MaskedMeans"))
     for name, mean in means.items():
         if not isinstance(mean, MaskedMean):
-            found = f"a dict whose {name!r} is of type {type(mean).__name__}"
-            raise TypeError(message(_OP, "fn", found, "a dict of MaskedMeans"))
+            is_array = isinstance(mean, jax.Array)
+            kind = f"an array of shape {mean.shape}" if is_array else f"of type {type(mean).__name__}"
+            hint = HINT_OF_ARRAYS if is_array else ""
+            raise TypeError(message(_OP, "fn", f"a dict whose {name!r} is {kind}", "a dict of MaskedMeans", hint))
     unknown = [name for name in factors or {} if name not in means]
     if unknown:
         raise ValueError(message(_OP, "factors", f"the name {unknown[0]!r}", f"names of means: {[*means]}"))
@@ -360,9 +362,15 @@ class _SumOfMeans(NamedTuple):
     devices: sharding.Devices
 
     def value(self, means: dict[str, MaskedMean]) -> Array:
-        values = {name: mean.value for name, mean in means.items()}
-        terms = [self.factors[name].astype(x.dtype) * x if name in self.factors else x for name, x in values.items()]
-        return functools.reduce(jnp.add, terms)
+        terms = [self._term(name, mean) for name, mean in means.items()]
+        widest = max((x.dtype for x in terms), key=lambda dtype: dtype.itemsize)  # strict promotion mixes none
+        return functools.reduce(jnp.add, (x.astype(widest) for x in terms))
+
+    def _term(self, name: str, mean: MaskedMean) -> Array:
+        x = mean.value
+        if name not in self.factors:
+            return x
+        return jnp.where(mean.count == 0, 0, self.factors[name].astype(x.dtype) * x)  # the factor may be infinite
 
     def share(self, means: dict[str, MaskedMean], counts: dict[str, Array] | None) -> Array:
         """What a part adds to the value, given the counts of the whole batch; None if each device has one part."""
@@ -464,10 +472,10 @@ def _sums_of_microbatch(
     def total_and_count(params: Pytree) -> Pytree:
         means, aux = fn(params)
         if isinstance(means, dict):
-            counts = {name: _noting_dependence(dependent, name, mean.count) for name, mean in means.items()}
+            counts = {name: _noting_dependence(dependent, name, mean.count, params) for name, mean in means.items()}
             means = {name: MaskedMean(mean.total, counts[name]) for name, mean in means.items()}
             return (share_of(means), ()), (means, aux)
-        return (means.total, _noting_dependence(dependent, "", means.count)), (means, aux)
+        return (means.total, _noting_dependence(dependent, "", means.count, params)), (means, aux)
 
     (total, count), pull_back, (means, aux) = jax.vjp(total_and_count, params, has_aux=True)
     if isinstance(means, dict) and dependent:
@@ -481,9 +489,9 @@ def _sums_of_microbatch(
     return _Sums(means, wide(d_total), wide(d_count)), aux
 
 
-def _noting_dependence(noted: list[str], name: str, x: Array) -> Array:
+def _noting_dependence(noted: list[str], name: str, x: Array, params: Pytree) -> Array:
     """`x`; adds its name to `noted` if `x` depends on the parameters."""
-    identity = jax.custom_jvp(lambda x: x)
+    identity = jax.custom_jvp(lambda x, _: x)
 
     def rule(primals: Pytree, tangents: Pytree) -> Pytree:
         if not isinstance(tangents[0], SymbolicZero):
@@ -491,4 +499,6 @@ def _noting_dependence(noted: list[str], name: str, x: Array) -> Array:
         return primals[0], tangents[0]
 
     identity.defjvp(rule, symbolic_zeros=True)
-    return identity(x)
+    # With the parameters, the derivative by them always takes the rule. Without, one around it would if `x` has none:
+    # that by weights, say, of which the count is a sum.
+    return identity(x, params)

@@ -105,8 +105,8 @@ def log_probs(
         -inf adds nothing to the entropy. Logits of only -inf have no probabilities: both are NaN.
       * With `kept_ids`, the other classes are masked, so a label among them has log-probability -inf. A row that keeps
         no class is masked. An id out of range, other than -1, makes its row NaN.
-      * A NaN or +inf in an unmasked logit makes the entropy and the gradients of its own row NaN, and the
-        log-probability NaN, or -inf where the logit +inf belongs to a class other than the label.
+      * A NaN or +inf in an unmasked logit makes the results and the gradients of its own row NaN, except for a single
+        label without `kept_ids`, beside a logit of +inf at another class: its log-probability is -inf.
       * Where the cotangent of a result is 0, so is the gradient through it, even in a row with a NaN. (For second
         derivatives in reverse over reverse, and inside `forward_mode`, this requires `where`.)
 

@@ -156,6 +156,18 @@ def test_a_nan_stays_in_its_row(case):
     assert_close(gradients, clean[1], rtol=0, atol=0)
 
 
+@parametrize("case", ["log_probs, kept ids"], exhaustive=CASES)
+def test_nothing_masked_is_an_alarm_of_eager_code(case):
+    """To the searches for NaN and, of logits, for infinities, which look at what the reverse pass keeps."""
+    op, arrays, options = CASES[case]
+    options, labels = options | {"where": options.get("where", MASK)}, np.where(MASK[:, None], LABELS, -100)
+    finite = np.isfinite(op(labels=labels, **arrays, **options))
+    total = lambda x: jnp.sum(masksafe.keep(op(labels=labels, **x, **options), where=finite))  # noqa: E731
+    with jax.debug_nans(True), jax.debug_infs(op is log_probs and finite.all()):
+        gradients = jax.grad(total)(arrays)
+    assert np.any(gradients[rows_of(arrays)])
+
+
 def test_shapes():
     labels = LABELS[:1].astype(np.uint8)  # which broadcasts to the rows of logits
     assert_close(log_probs(**LOGITS, labels=labels), log_probs(**LOGITS, labels=np.tile(labels, (TOKENS, 1))))

@@ -119,7 +119,9 @@ class CrossEntropy(RowFormula):
         return LabelSums(None, jnp.exp(z), None, **{name: selected(a, tile.unmasked) for name, a in others.items()})
 
     def completed(self, sums: LabelSums, tile: LogitTile, x: Array) -> LabelSums:
-        if tile.label is None:
+        if not self.label_outputs:  # any label: at a masked class it would keep an infinity for the reverse pass
+            sums = sums._replace(label=jnp.zeros_like(sums.largest))
+        elif tile.label is None:
             sums = sums._replace(label=jnp.sum(jnp.where(tile.is_label, x, 0), -1, keepdims=True))
         else:
             sums = sums._replace(label=self.x(element_at(tile.logits, tile.unmasked, tile.label)))

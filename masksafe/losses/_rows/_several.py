@@ -55,7 +55,8 @@ def log_probs_at(
     # Computed in another way than the largest, it may exceed it by a rounding.
     excess = lax.stop_gradient(jnp.maximum(x - largest, 0))
     log_p = formula.log_prob(x - excess, largest, log_total)
-    return selected(nan_unless(at.in_range, log_p), unmasked)
+    in_range = selected(at.in_range, unmasked, True)  # the reverse pass keeps the NaN of a slope
+    return selected(nan_unless(in_range, log_p), unmasked)
 
 
 def classes_of(labels: Array, number: int, unmasked: Array | None) -> tuple[Array, Array, Array]:
