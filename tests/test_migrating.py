@@ -193,7 +193,9 @@ ROWS = {
         "`jnp.sum(x * mask)`, `masked_mean(", lambda x: (jnp.sum(x * MASK), masked_mean(x, MASK)), *OF_X
     ),
     "mean of sequences": Row('`aggregate_loss(loss, mask, "sequence', mean_of_sequences, *OF_LOSS),
-    "mean of packed sequences": Row("the same with `segment_ids=ids", mean_of_packed_sequences, *OF_PACKED),
+    "mean of packed sequences": Row(
+        "`aggregate_loss(...)` of tunix with `segment_ids=ids", mean_of_packed_sequences, *OF_PACKED
+    ),
     "class weights": Row(
         "`F.cross_entropy(logits, labels, weight=w", weighted_like_torch, *OF_LOGITS, {"w": jnp.asarray(CLASS_WEIGHTS)}
     ),
