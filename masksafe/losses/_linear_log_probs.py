@@ -162,46 +162,34 @@ def linear_log_probs(
     else:
         with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
         formula = CrossEntropy(names + PREDICTIONS * with_predictions, soft_cap, temperature)
-        of_labels = _of_one if is_one else _of_several
-        outputs = of_labels(formula, inputs, class_mask, block_size, axis_name)
+        outputs = _of_all_classes(formula, inputs, class_mask, block_size, axis_name)
         if with_predictions:
             outputs = (*outputs[:-2], *_arguments.predictions(*outputs[-2:]))
     return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _of_one(
+def _of_all_classes(
     formula: CrossEntropy,
     inputs: LinearInputs,
     class_mask: Array | None,
     block_size: int | None,
     axis_name: AxisName,
 ) -> Arrays:
-    """The outputs of tokens with one label."""
-    inputs = inputs.without_masked(class_mask, axis_name)
-    bad = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
-    log_probs, *others = evaluate(LinearLoss(formula, block_size, axis_name), inputs)
-    return label_checks.nan_where_bad(log_probs, bad), *others
-
-
-def _of_several(
-    formula: CrossEntropy,
-    inputs: LinearInputs,
-    class_mask: Array | None,
-    block_size: int | None,
-    axis_name: AxisName,
-) -> Arrays:
-    """The outputs of tokens with several labels, of a formula of `SUMS`."""
+    """The outputs over all classes; of a formula of `SUMS` for several labels of a token."""
     (layer,), labels, number = inputs.layers, inputs.data, inputs.classes(axis_name).number
-    inputs = inputs.without_masked(class_mask, axis_name)._replace(data=jnp.zeros(inputs.tokens, jnp.int32))
-    classes, counts, in_range = _several.classes_of(labels, number, inputs.unmasked)
-    if class_mask is not None:
-        counts &= _is_unmasked(class_mask, classes, axis_name)
-    logits = logits_at(Columns(block_size, axis_name), layer, classes, counts)
-    at = AtLabels(logits, counts, in_range)
-    bad = _several.check(_OP, labels, at, inputs.unmasked, number, "at a masked class")
-    outputs = evaluate(LinearLoss(formula, block_size, axis_name), inputs)
-    log_probs = _several.log_probs_at(formula, at, inputs.unmasked, outputs[:2])
-    return label_checks.nan_where_bad(log_probs, bad), *outputs[2:]
+    inputs, options = inputs.without_masked(class_mask, axis_name), LinearLoss(formula, block_size, axis_name)
+    if labels.ndim == len(inputs.tokens):
+        bad = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
+        log_probs, *others = evaluate(options, inputs)
+    else:
+        classes, counts, in_range = _several.classes_of(labels, number, inputs.unmasked)
+        if class_mask is not None:
+            counts &= _is_unmasked(class_mask, classes, axis_name)
+        at = AtLabels(logits_at(Columns(block_size, axis_name), layer, classes, counts), counts, in_range)
+        bad = _several.check(_OP, labels, at, inputs.unmasked, number, "at a masked class")
+        largest, log_total, *others = evaluate(options, inputs._replace(data=jnp.zeros(inputs.tokens, jnp.int32)))
+        log_probs = _several.log_probs_at(formula, at, inputs.unmasked, (largest, log_total))
+    return label_checks.nan_where_bad(log_probs, bad), *others
 
 
 def _of_kept(
