@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from comparisons import assert_close
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from tiers import parametrize
 
 from masksafe import losses
@@ -126,3 +129,36 @@ def second_derivatives(fn, args):
     along, gradient = jax.tree.map(jnp.cos, args), jax.grad(fn)
     slope = lambda args: sum(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.sum(a * b), gradient(args), along)))  # noqa: E731
     return jax.jvp(gradient, (args,), (along,))[1], jax.grad(slope)(args)
+
+
+# Of the tokens, and of the kernel.
+SPLITS = {"tokens": (P("x"), P()), "tokens and classes": (P("x"), P(None, "y")), "classes": (P(), P(None, ("x", "y")))}
+
+
+def over_meshes(test):
+    """Over explicit axes, and in a `jax.shard_map`."""
+    by_kind = parametrize("kind", [AxisType.Explicit], exhaustive=[AxisType.Auto])
+    return by_kind(parametrize("split", ["tokens and classes"], exhaustive=SPLITS)(test))
+
+
+def assert_same_over_devices(split, kind, outputs_of, weighted, layer, others):
+    """The outputs of a layer and arrays of the tokens, and the gradients of what `weighted` makes of them."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
+    tokens, classes = SPLITS[split]
+    specs = {"features": tokens, "kernel": classes, "bias": P(*classes[1:])}, dict.fromkeys(others, tokens)
+
+    def step(layer, others, outputs_of=outputs_of):
+        fn = lambda layer: (lambda out: (weighted(out), out))(outputs_of(layer, others))  # noqa: E731
+        return jax.value_and_grad(fn, has_aux=True)(layer)
+
+    desired = jax.jit(step)(layer, others)
+    if kind == AxisType.Explicit:
+        put = lambda arrays, specs: {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in arrays.items()}  # noqa: E731
+        with jax.set_mesh(mesh):
+            actual = jax.jit(step)(*map(put, (layer, others), specs))
+    else:
+        names = classes[1] if len(classes) > 1 else None
+        local = functools.partial(outputs_of, axis_name=names)
+        split_outputs = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=tokens)
+        actual = jax.jit(functools.partial(step, outputs_of=split_outputs))(layer, others)
+    assert_close(actual, desired, rtol=2e-5, atol=2e-6)

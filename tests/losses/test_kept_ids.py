@@ -311,41 +311,14 @@ def test_digits_of_16_bits(dtype):
     assert_close(gradients, exact[1], rtol=2 * eps, atol=eps)
 
 
-SPLITS = {"tokens": (P("x"), P()), "tokens and classes": (P("x"), P(None, "y")), "classes": (P(), P(None, ("x", "y")))}
-
-
-@parametrize("kind", [AxisType.Explicit], exhaustive=[AxisType.Auto])
-@parametrize("split", ["tokens and classes"], exhaustive=SPLITS)
+@cases.over_meshes
 def test_devices(split, kind):
-    """Over the axes of a mesh: explicit ones, or in a `jax.shard_map`."""
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
-    tokens, classes = SPLITS[split]
-    specs = {"features": tokens, "kernel": classes, "bias": P(*classes[1:]), "labels": tokens, "kept_ids": tokens}
-    arrays = SINGLE | {"labels": LABELS, "kept_ids": IDS}
-
     def outputs_of(layer, others, **axis_name):
         options = {"with_entropy": True, "with_predictions": True, **TEMPERED, **axis_name}
         return linear_log_probs(**layer, **others, **options)
 
-    def step(layer, others, outputs_of=outputs_of):
-        fn = lambda layer: (lambda out: (weighted(out), out))(outputs_of(layer, others))  # noqa: E731
-        return jax.value_and_grad(fn, has_aux=True)(layer)
-
-    groups = [{name: arrays[name] for name in names} for names in (LAYER, ("labels", "kept_ids"))]
-    desired = jax.jit(step)(*groups)
-    if kind == AxisType.Explicit:
-        groups = [{k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in group.items()} for group in groups]
-        with jax.set_mesh(mesh):
-            actual = jax.jit(step)(*groups)
-    else:
-        split_outputs = jax.shard_map(
-            functools.partial(outputs_of, axis_name=classes[1] if len(classes) > 1 else None),
-            mesh=mesh,
-            in_specs=tuple({name: specs[name] for name in group} for group in groups),
-            out_specs=tokens,
-        )
-        actual = jax.jit(functools.partial(step, outputs_of=split_outputs))(*groups)
-    assert_close(actual, desired, rtol=2e-5, atol=2e-6)
+    others = {"labels": LABELS, "kept_ids": IDS}
+    cases.assert_same_over_devices(split, kind, outputs_of, weighted, SINGLE, others)
 
 
 def test_no_array_has_all_classes_of_all_tokens():

@@ -182,38 +182,12 @@ def test_shapes():
         linear_log_probs(**LAYER, labels=LABELS[:2])
 
 
-SPLITS = {"tokens": (P("x"), P()), "tokens and classes": (P("x"), P(None, "y")), "classes": (P(), P(None, ("x", "y")))}
-
-
-@parametrize("kind", [AxisType.Explicit], exhaustive=[AxisType.Auto])
-@parametrize("split", ["tokens and classes"], exhaustive=SPLITS)
+@cases.over_meshes
 def test_devices(split, kind):
-    """Over the axes of a mesh: explicit ones, or in a `jax.shard_map`."""
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
-    tokens, classes = SPLITS[split]
-    specs = {"features": tokens, "kernel": classes, "bias": P(*classes[1:])}
+    def outputs_of(layer, others, **axis_name):
+        return linear_log_probs(**layer, **others, with_entropy=True, temperature=0.7, **axis_name)
 
-    def outputs_of(layer, labels, **axis_name):
-        return linear_log_probs(**layer, labels=labels, with_entropy=True, temperature=0.7, **axis_name)
-
-    def step(layer, labels, outputs_of=outputs_of):
-        fn = lambda layer: (lambda out: (weighted(out), out))(outputs_of(layer, labels))  # noqa: E731
-        return jax.value_and_grad(fn, has_aux=True)(layer)
-
-    desired = jax.jit(step)(LAYER, LABELS)
-    if kind == AxisType.Explicit:
-        put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-        with jax.set_mesh(mesh):
-            actual = jax.jit(step)({k: put(x, specs[k]) for k, x in LAYER.items()}, put(LABELS, tokens))
-    else:
-        split_outputs = jax.shard_map(
-            functools.partial(outputs_of, axis_name=classes[1] if len(classes) > 1 else None),
-            mesh=mesh,
-            in_specs=(specs, tokens),
-            out_specs=tokens,
-        )
-        actual = jax.jit(functools.partial(step, outputs_of=split_outputs))(LAYER, LABELS)
-    assert_close(actual, desired, rtol=2e-5, atol=2e-6)
+    cases.assert_same_over_devices(split, kind, outputs_of, weighted, LAYER, {"labels": LABELS})
 
 
 @pytest.mark.parametrize("kept", [False, True])
