@@ -32,7 +32,7 @@ def by_row(formula, kinds, nothing=(0.0,), keeps_row=False):
         outputs = [np.full(shape, n) for n in nothing]
         for i in np.flatnonzero(where.any(tuple(range(1, where.ndim)))):
             parts = [part_of(kind, a, i, where[i]) for kind, a in zip(kinds, args, strict=True)]
-            for number, result in enumerate(as_tuple(formula(*parts))):
+            for number, result in zip(range(len(outputs)), as_tuple(formula(*parts)), strict=True):
                 if not keeps_row and np.ndim(result) >= outputs[number].ndim:  # a row has several
                     outputs[number] = np.full((*shape, *np.shape(result)), nothing[number])
                 outputs[number][(i, where[i]) if keeps_row else i] = result
