@@ -29,7 +29,7 @@ CELL, ROW, GAP, LEFT, TOP = 68, 48, 30, 88, 40  # sizes in pixels
 
 
 def gradient(losses: ModuleType) -> jax.Array:
-    """Of the sum of the losses, from which `jnp.where` takes that of the padding."""
+    """The gradient of the sum of the losses, in which `jnp.where` replaces the loss of padding."""
 
     def loss(logits: jax.Array) -> jax.Array:
         return jnp.where(MASK, losses.softmax_cross_entropy_with_integer_labels(logits, LABELS), 0).sum()

@@ -106,7 +106,7 @@ def draw_by_length(curves: Mapping[tuple[str, str], Sequence[tuple[Any, ...]]], 
 def save(figure: Figure, path: Path, marks: Sequence[Line2D] = (), dpi: int = 120) -> None:
     for columns in range(min(len(marks), MOST_COLUMNS), 0, -1):
         legend = figure.legend(handles=marks, loc="outside upper center", ncols=columns, frameon=False)
-        if legend.get_window_extent().width <= figure.bbox.width:
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             break
         legend.remove()
     path.parent.mkdir(parents=True, exist_ok=True)
