@@ -115,7 +115,8 @@ def values_of(call, number, dtype, rng):
     of_table, shape = call.op.args[number], call.shapes[number]
     if call.op.kinds[number] == "label":
         classes = call.shapes[0][-1] if len(call.mask_shape) > 1 else call.op.classes or of_table.max() + 1
-        allowed = of_table.ravel() if call.op.hidden is not None else np.arange(classes)  # no class that the op itself masks
+        # No class that the op itself masks.
+        allowed = of_table.ravel() if call.op.hidden is not None else np.arange(classes)
         return rng.choice(allowed, shape).astype(np.int32)
     if number not in call.op.floats and shape[1:] == of_table.shape[1:]:
         values = of_table[rng.integers(len(of_table), size=shape[0])]
