@@ -333,4 +333,4 @@ def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 
 @jitted(0)
 def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    return softmaxes.log_softmax(Rows(axes), *vary_alike((x, where)))
+    return softmaxes.wide_log_softmax(Rows(axes), *vary_alike((x, where))).astype(x.dtype)

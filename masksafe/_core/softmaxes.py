@@ -17,7 +17,7 @@ from masksafe._core.exponentials import shift_of
 from masksafe._core.groups import Groups
 from masksafe._core.masks import selected
 from masksafe._core.moments import Rows
-from masksafe._core.precision import wide_dtype, widened
+from masksafe._core.precision import widened
 from masksafe._core.run_time import unknown
 from masksafe._core.switches import uses_plain_rules
 from masksafe._core.typing import Array, Arrays, Function, Pytree
@@ -78,26 +78,30 @@ def _(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
 
     @_recomputed(groups)
     def d_probs(groups: Groups, probs: Array, where: Array | None, d_x: Array) -> Array:
-        p = widened(probs)
-        terms = p * selected(widened(d_x), groups.unmasked(probs, where))
-        return (terms - p * groups.gathered_to_unmasked(groups.sum(terms), p, where)).astype(probs.dtype)
+        p, unmasked = widened(probs), groups.unmasked(probs, where)
+        d_x = selected(widened(d_x), unmasked)
+        mean = groups.sum(p * d_x)
+        return selected(p * (d_x + groups.gathered_to_unmasked(-mean, d_x, None)), unmasked).astype(probs.dtype)
 
     return probs, d_probs(groups, probs, where, tangents[1])
 
 
 @jax.custom_jvp
-def log_softmax(groups: Groups, x: Array, where: Array | None) -> Array:
-    """The logarithm of the softmax over each group; -inf where masked."""
+def wide_log_softmax(groups: Groups, x: Array, where: Array | None) -> Array:
+    """The logarithm of the softmax over each group, in the wide dtype; -inf where masked."""
     log_probs = _minus(groups.gathered_once, x, where, _shifts(groups, x, where))
-    return selected(log_probs, groups.unmasked(x, where), -jnp.inf).astype(x.dtype)
+    return selected(log_probs, groups.unmasked(x, where), -jnp.inf)
 
 
-@log_softmax.defjvp
+@wide_log_softmax.defjvp
 def _(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
-    (groups, x, where), log_probs = primals, log_softmax(*primals)
-    # Exponentials of rounded logarithms would lose digits.
-    kept, shifts = (log_probs, ()) if x.dtype == wide_dtype(x.dtype) else (x, _shifts(groups, x, where))
-    if not isinstance(groups, Rows):  # else a CPU keeps another array (jax 0.12, a gradient of 100000x64)
+    (groups, x, where), log_probs, d_x = primals, wide_log_softmax(*primals), tangents[1]
+    kept, shifts = log_probs, ()
+    if isinstance(groups, Rows):
+        d_x = platforms.computed_once(d_x)
+        if x.dtype != log_probs.dtype:  # 16 bits are kept in place of 32
+            kept, shifts = x, _shifts(groups, x, where)
+    else:  # a CPU would keep another array (jax 0.12, a gradient of 100000x64)
         log_probs = kept = platforms.unfused(log_probs, on="cpu")
 
     @_recomputed(groups)
@@ -105,9 +109,9 @@ def _(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
         d_x = selected(widened(d_x), groups.unmasked(kept, where))
         mean = groups.sum(jnp.exp(_minus(groups.gathered_once, kept, where, shifts)) * d_x)
         # The sign comes last: so the transpose sums the cotangents as they are, without a copy.
-        return (d_x + groups.gathered_to_unmasked(-mean, d_x, where)).astype(kept.dtype)
+        return d_x + groups.gathered_to_unmasked(-mean, d_x, where)
 
-    return log_probs, d_log_probs(groups, kept, where, shifts, platforms.computed_once(tangents[1]))
+    return log_probs, d_log_probs(groups, kept, where, shifts, d_x)
 
 
 def _shifts(groups: Groups, x: Array, where: Array | None) -> Arrays:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from masksafe._core import softmaxes
 from masksafe._core.arguments import as_empty_value, as_promoted_float_array
 from masksafe._core.masks import Weighting
-from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
@@ -158,5 +157,4 @@ def _softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
 
 
 def _log_softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
-    # Widened, so that a reverse pass keeps the result, and need not look up the sums of segments again.
-    return softmaxes.log_softmax(segments, widened(x), weighting.where).astype(x.dtype)
+    return softmaxes.wide_log_softmax(segments, x, weighting.where).astype(x.dtype)

@@ -174,8 +174,7 @@ def _log_softmax(x: Array, temperature: float) -> Array:
 
 def _kl(log_p: Array, log_q: Array) -> Array:
     p = jnp.exp(log_p)
-    log_p, log_q = (jnp.where(p == 0, 0, x) for x in (log_p, log_q))  # both may be -inf
-    return jnp.sum(p * (log_p - log_q), -1, keepdims=True)
+    return jnp.sum(p * jnp.where(p == 0, 0, log_p - log_q), -1, keepdims=True)  # both logarithms may be -inf
 
 
 # The few classes of a teacher.
