@@ -96,7 +96,8 @@ def wide_log_softmax(groups: Groups, x: Array, where: Array | None) -> Array:
 @wide_log_softmax.defjvp
 def _(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     (groups, x, where), log_probs, d_x = primals, wide_log_softmax(*primals), tangents[1]
-    kept, shifts = log_probs, ()
+    kept = log_probs
+    shifts: Arrays = ()
     if isinstance(groups, Rows):
         d_x = platforms.computed_once(d_x)
         if x.dtype != log_probs.dtype:  # 16 bits are kept in place of 32
