@@ -107,8 +107,10 @@ def test_a_row_has_the_same_bits_whatever_its_padding_and_its_batch(name):
         assert_same_bits(of_last_rows(name, width=width), expected)
     assert_same_bits(of_last_rows(name, rows=200), expected)
     if name not in DIVIDED:
-        compared = 1 if name in LABELLED else 2  # their gradients agree on some CPUs only
-        assert_same_bits(of_last_rows(name, has_mask=False)[:compared], expected[:compared])
+        found = of_last_rows(name, has_mask=False)
+        if name in LABELLED:  # whose gradients agree to the bit on some CPUs only
+            np.testing.assert_array_max_ulp(found.pop(), expected.pop(), 2)
+        assert_same_bits(found, expected)
 
 
 def of_tokens(name, places, tokens):
