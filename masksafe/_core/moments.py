@@ -135,7 +135,7 @@ class Rows(NamedTuple):
 
     def gathered_to_unmasked(self, values: Array, x: Array, where: Array | None) -> Array:
         # Times an unknown 1: XLA would add up constant cotangents while it compiles (jax 0.10, 4096x1024: 24 s).
-        return selected(jnp.broadcast_to(values, x.shape) * run_time.unknown(1, values.dtype), where)
+        return selected(sharding.broadcast_like(values, x) * run_time.unknown(1, values.dtype), where)
 
     def average(self, terms: Array, weighting: Weighting) -> tuple[Array | None, Array]:
         """The weight of each row, as in `Moments`, and the sum of weighted terms divided by it."""

@@ -112,6 +112,7 @@ SPLITS = [
     gradient("integer, classes", INTEGER, pair(COLUMNS), 3, out=P(None)),
     gradient("one-hot, classes", SOFT, alike(2, COLUMNS), 4, out=P(None)),
     gradient("softmax, classes", masksafe.softmax, alike(1, COLUMNS), 3, out=COLUMNS),
+    gradient("log softmax, classes", masksafe.log_softmax, alike(1, COLUMNS), 3, out=COLUMNS),
     Split("linear, classes", LINEAR, linear(P(None), COLUMNS), 4),
 ]
 
@@ -130,7 +131,8 @@ def compiled_for_many(target, kind, fn, args):
 
 
 # On an explicit mesh the type of an array says how it is split. These splits change the types most.
-EXPLICIT_TOO = {"integer, rows, mean", "layer norm, rows", "attention, heads", "one-hot, classes", "linear, classes"}
+EXPLICIT_TOO = {"integer, rows, mean", "layer norm, rows", "attention, heads", "one-hot, classes", "softmax, classes"}
+EXPLICIT_TOO |= {"linear, classes"}
 
 
 def named(target, split, kind):
