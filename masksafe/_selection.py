@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from masksafe._core.arguments import as_array, as_operand, broadcast_shapes, check_broadcasts_to, message
+from masksafe._core.arguments import as_array, as_operand, broadcast_shapes, check_broadcasts_to, holds, message
 from masksafe._core.masks import as_mask, first_of
+from masksafe._core.precision import promoted
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import is_random_key
 from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
@@ -37,7 +38,7 @@ def keep(x: ArrayLike, *, where: ArrayLike, value: ArrayLike = 0) -> Array:
       where it is True.
 
     Raises:
-      TypeError: if `where` is not boolean.
+      TypeError: if `where` is not boolean, or a number is too large for the dtype of the result.
       ValueError: if `where` or `value` does not broadcast to the shape of `x`.
 
     Example:
@@ -51,8 +52,13 @@ def keep(x: ArrayLike, *, where: ArrayLike, value: ArrayLike = 0) -> Array:
     """
     op = "keep"
     x, value, mask = as_array(op, "x", x), as_operand(op, "value", value), as_mask(op, "where", where)
-    if is_random_key(x) and not (isinstance(value, jax.Array) and is_random_key(value)):
-        raise TypeError(message(op, "value", f"value {value}", "random keys, as x has"))
+    is_number = not isinstance(value, jax.Array)
+    has_keys = is_random_key(x), not is_number and is_random_key(value)
+    if has_keys[0] != has_keys[1]:
+        expected = "random keys, as x has" if has_keys[0] else "a number or an array of numbers, as x is"
+        raise TypeError(message(op, "value", f"value {value}" if is_number else f"dtype {value.dtype}", expected))
+    if is_number and value and not holds(dtype := promoted(x, value), value):
+        raise TypeError(message(op, "value", f"value {value}", f"a number that {dtype} holds"))
     check_broadcasts_to(op, "where", mask.shape, x.shape, "x")
     check_broadcasts_to(op, "value", np.shape(value), x.shape, "x")
     return _select(mask, x, False if x.dtype == jnp.bool_ and type(value) is int and value == 0 else value)

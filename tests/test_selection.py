@@ -65,6 +65,21 @@ def test_keep_refuses(arguments, error, text):
         masksafe.keep(X, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("x", "value", "expected"),
+    [
+        (np.ones(2, np.uint8), 300, "300; expected a number that uint8 holds"),
+        (np.ones(2, np.uint8), -1, "-1; expected a number that uint8 holds"),
+        (np.ones(2, np.float16), 1e6, r"1000000\.0; expected a number that float16 holds"),
+        (jax.random.split(jax.random.key(0)), 1, "1; expected random keys, as x has"),
+        (np.ones(2), jax.random.key(0), "key<fry>; expected a number or an array of numbers, as x is"),
+    ],
+)
+def test_keep_refuses_a_value_that_the_result_cannot_hold(x, value, expected):
+    with pytest.raises(TypeError, match=f"^keep: value: got (value|dtype) {expected}"):
+        masksafe.keep(x, where=MASK[0, :2], value=value)
+
+
 # mask_where
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from masksafe._core.typing import Array, Axis, DType, Tree
+from masksafe._core.typing import Array, ArrayLike, Axis, DType, Tree
 
 
 def message(op: str, argument: str, found: str, expected: str, hint: str = "") -> str:
@@ -107,13 +107,18 @@ def as_empty_value(op: str, value: object, dtype: DType) -> Any:
         with jax.numpy_dtype_promotion("standard"):
             is_refused |= not (is_refused or is_float) and jnp.promote_types(given.dtype, dtype) != dtype
     elif not is_refused:
-        given = np.asarray(given)
-        with np.errstate(all="ignore"):
-            held = given.astype(dtype)
-        is_refused = not (np.isfinite(held) == np.isfinite(given) if is_float else held == given)
+        is_refused = not holds(dtype, given)
     if is_refused:
         raise TypeError(message(op, "empty_value", found, f"a number that {dtype} holds, the dtype of the result"))
     return given.astype(dtype)
+
+
+def holds(dtype: DType, number: ArrayLike) -> bool:
+    """Whether the dtype holds a number that is not traced: an integer exactly, a finite float as a finite one."""
+    given = np.asarray(number)
+    with np.errstate(all="ignore"):
+        held = given.astype(dtype)
+    return bool(np.isfinite(held) == np.isfinite(given) if _is_of(jnp.inexact, dtype) else held == given)
 
 
 def as_integer_array(op: str, argument: str, value: object, hint: str = "") -> Array:

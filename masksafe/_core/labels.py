@@ -37,7 +37,7 @@ def nan_unless(valid: Array, x: Array) -> Array:
 
 @nan_unless.defjvp
 def _(primals: Arrays, tangents: Arrays) -> tuple[Array, Array]:
-    slope = nan_unless(primals[0], sharding.vary_with(jnp.ones_like(primals[1]), primals[1]))
+    slope = nan_unless(primals[0], sharding.vary_with(sharding.ones_like(primals[1]), primals[1]))
     return nan_unless(*primals), times(slope, tangents[1])
 
 

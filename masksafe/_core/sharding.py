@@ -59,6 +59,20 @@ def gathered_along(x: Array, *axes: int) -> Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
+def on_mesh_of(rows: Array, ids: Array) -> Array:
+    """Ids `[..., k]` of rows `[..., V]`; if the rows are split and the ids are on no mesh, split like the rows."""
+    sharding = jax.typeof(rows).sharding
+    if not is_sharded(rows) or not jax.typeof(ids).sharding.mesh.empty:
+        return ids
+    return jax.sharding.reshard(ids, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], None)))
+
+
+def ones_like(x: Array) -> Array:
+    """Ones, split like `x`; those of JAX are on no mesh outside of `jax.set_mesh` (jax 0.12)."""
+    ones, sharding = jnp.ones_like(x), jax.typeof(x).sharding
+    return ones if jax.typeof(ones).sharding == sharding else jax.sharding.reshard(ones, sharding)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Shardings:
@@ -126,7 +140,7 @@ def vary_with(tree: Tree, others: Pytree) -> Tree:
 
 def broadcast_like(x: Array, like: Array) -> Array:
     """`x` in the shape of `like`, split over devices and varying over them alike: a cotangent of it."""
-    x = x * jnp.ones_like(like) if is_sharded(like) else jnp.broadcast_to(x, like.shape)
+    x = x * ones_like(like) if is_sharded(like) else jnp.broadcast_to(x, like.shape)
     return vary_with(x, like)
 
 

@@ -151,11 +151,13 @@ def value_and_grad_of_mean(
     """
     microbatches = as_size(_OP, "microbatches", microbatches, 1)
     positions = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-    scales = None if factors is None else _as_factors(factors)
+    if factors is not None:
+        factors = _checked_factors(factors)
 
     @functools.wraps(fn)
     def value_and_grad(*args: Pytree, **kwargs: Pytree) -> Pytree:
         devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
+        scales = None if factors is None else _as_arrays(factors)
         active = _as_positions(positions, len(args))
         params = jax.tree.map(jnp.asarray, tuple(args[i] for i in active))
         for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -196,13 +198,19 @@ def _as_positions(argnums: tuple[Pytree, ...], number: int) -> tuple[int, ...]:
     return positions
 
 
-def _as_factors(factors: object) -> dict[str, Array]:
+def _checked_factors(factors: object) -> dict[str, ArrayLike]:
     if not isinstance(factors, Mapping):
         raise TypeError(message(_OP, "factors", f"type {type(factors).__name__}", "a dict of numbers by name"))
-    arrays = {name: as_real_array(_OP, f"factors[{name!r}]", x) for name, x in factors.items()}
-    for name, x in arrays.items():
-        if x.shape != ():
-            raise ValueError(message(_OP, f"factors[{name!r}]", f"shape {x.shape}", "a number"))
+    for name, x in factors.items():
+        shape = as_real_array(_OP, f"factors[{name!r}]", x).shape
+        if shape != ():
+            raise ValueError(message(_OP, f"factors[{name!r}]", f"shape {shape}", "a number"))
+    return dict(factors)
+
+
+def _as_arrays(factors: dict[str, ArrayLike]) -> dict[str, Array]:
+    """In the step, which `jax.shard_map` may call: it closes over no array of an explicit mesh, which a number becomes."""
+    arrays = jax.tree.map(jnp.asarray, factors)
     return jax.tree.map(jnp.asarray, lax.stop_gradient(arrays))  # a float, for a number that is differentiated
 
 

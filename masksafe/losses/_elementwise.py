@@ -81,11 +81,10 @@ def _evaluate(config: _Elementwise, arguments: Arrays, mask: Array | None, bad: 
 def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Array]:
     """The arrays broadcast to `shape`, and split over the explicit axes of a mesh like the first one that is split."""
     whole = [jnp.broadcast_to(x, shape) for x in arrays]
-    specs = [jax.typeof(x).sharding.spec for x in whole]
-    spec = next((spec for spec, x in zip(specs, whole, strict=True) if is_sharded(x)), None)
-    if spec is None:
+    split = next((jax.typeof(x).sharding for x in whole if is_sharded(x)), None)
+    if split is None:
         return whole
-    return [x if present == spec else jax.sharding.reshard(x, spec) for present, x in zip(specs, whole, strict=True)]
+    return [x if jax.typeof(x).sharding == split else jax.sharding.reshard(x, split) for x in whole]
 
 
 def as_promoted(types: Sequence[Any], x: Array) -> Array:

@@ -91,6 +91,7 @@ def elements_at(x: Array, index: Array) -> Array:
 
 def look_up(is_checkified: bool, x: Array, classes: Array) -> Array:
     """The elements `[..., k]` of rows `[..., V]` at classes in range."""
+    classes = sharding.on_mesh_of(x, classes)
     is_explicit = sharding.is_sharded(x) or sharding.is_sharded(classes)
     if not (is_explicit or is_checkified):
         return jnp.take_along_axis(x, classes, -1, mode="promise_in_bounds")

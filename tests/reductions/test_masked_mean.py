@@ -532,6 +532,15 @@ def test_factors_are_numbers_or_arrays_without_a_gradient():
         assert not np.isfinite(gradients["kernel"]).any()
 
 
+def test_numbers_are_factors_in_shard_map_over_an_explicit_mesh():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):  # there JAX makes arrays of the mesh from numbers, and refuses to close over them
+        fn = value_and_grad_of_mean(lambda p, x: {"x": MaskedMean.of(p * x)}, factors={"x": 0.5}, axis_name="a")
+        on_devices = jax.jit(jax.shard_map(fn, in_specs=(P(), P("a")), out_specs=P()))
+        (value, _), gradient = on_devices(2.0, jax.device_put(np.arange(8.0), NamedSharding(mesh, P("a"))))
+    assert (value, gradient) == (3.5, 1.75)
+
+
 def test_an_empty_mean_adds_0_whatever_its_factor():
     fn = lambda p, x: {"none": MaskedMean.of(p * x, False), "all": MaskedMean.of(p * x)}  # noqa: E731
     for factor in (np.nan, np.inf):
