@@ -79,9 +79,9 @@ def _(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     @_recomputed(groups)
     def d_probs(groups: Groups, probs: Array, where: Array | None, d_x: Array) -> Array:
         p, unmasked = widened(probs), groups.unmasked(probs, where)
-        d_x = selected(widened(d_x), unmasked)
-        mean = groups.sum(p * d_x)
-        return selected(p * (d_x + groups.gathered_to_unmasked(-mean, d_x, None)), unmasked).astype(probs.dtype)
+        terms = p * selected(widened(d_x), unmasked)
+        sums = groups.gathered_to_unmasked(-groups.sum(terms), terms, None)
+        return selected(terms + p * sums, unmasked).astype(probs.dtype)
 
     return probs, d_probs(groups, probs, where, tangents[1])
 
