@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,16 +53,21 @@ def keep(x: ArrayLike, *, where: ArrayLike, value: ArrayLike = 0) -> Array:
     """
     op = "keep"
     x, value, mask = as_array(op, "x", x), as_operand(op, "value", value), as_mask(op, "where", where)
-    is_number = not isinstance(value, jax.Array)
-    has_keys = is_random_key(x), not is_number and is_random_key(value)
-    if has_keys[0] != has_keys[1]:
-        expected = "random keys, as x has" if has_keys[0] else "a number or an array of numbers, as x is"
-        raise TypeError(message(op, "value", f"value {value}" if is_number else f"dtype {value.dtype}", expected))
-    if is_number and value and not holds(dtype := promoted(x, value), value):
-        raise TypeError(message(op, "value", f"value {value}", f"a number that {dtype} holds"))
+    _check_value(op, x, value)
     check_broadcasts_to(op, "where", mask.shape, x.shape, "x")
     check_broadcasts_to(op, "value", np.shape(value), x.shape, "x")
     return _select(mask, x, False if x.dtype == jnp.bool_ and type(value) is int and value == 0 else value)
+
+
+def _check_value(op: str, x: Array, value: Any) -> None:
+    """Refuses random keys beside other elements, and a number that the result cannot hold."""
+    is_number = not isinstance(value, jax.Array)
+    has_keys, is_of_keys = is_random_key(x), not is_number and is_random_key(value)
+    if has_keys != is_of_keys:
+        expected = "random keys, as x has" if has_keys else "a number or an array of numbers, as x is"
+        raise TypeError(message(op, "value", f"value {value}" if is_number else f"dtype {value.dtype}", expected))
+    if is_number and value and not holds(dtype := promoted(x, value), value):
+        raise TypeError(message(op, "value", f"value {value}", f"a number that {dtype} holds"))
 
 
 @public_op

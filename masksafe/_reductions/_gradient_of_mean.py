@@ -209,7 +209,7 @@ def _checked_factors(factors: object) -> dict[str, ArrayLike]:
 
 
 def _as_arrays(factors: dict[str, ArrayLike]) -> dict[str, Array]:
-    """In the step, which `jax.shard_map` may call: it closes over no array of an explicit mesh, which a number becomes."""
+    """Not before the step: `jax.shard_map` lets it close over no array of an explicit mesh, which a number becomes."""
     arrays = jax.tree.map(jnp.asarray, factors)
     return jax.tree.map(jnp.asarray, lax.stop_gradient(arrays))  # a float, for a number that is differentiated
 
