@@ -194,8 +194,7 @@ def dot_product_attention(
       `[B, T, N]` in float32 (float64 for float64), with an exact gradient. 16 bits are computed in float32 and rounded
       once; the weights may also be rounded before their product with the values, as they are on an accelerator.
       With `return_max_logit` the largest :math:`x_{ts}` of each query head in the batch, `[N]`, comes last, in the same
-      dtype: -inf without an unmasked pair, NaN where a logsumexp is. With `axis_name` it is that of this device's
-      queries. It has no gradient.
+      dtype: -inf without an unmasked pair, NaN where a logsumexp is. It is of this device alone, without a gradient.
 
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
