@@ -20,7 +20,7 @@ from masksafe.normalization import batch_norm, group_norm, l2_normalize, layer_n
 if TYPE_CHECKING:
     from masksafe import testing
 
-__version__ = "0.6.0"
+__version__ = "0.7.0.dev0"
 
 __all__ = [
     "MaskedMean",
