@@ -39,7 +39,7 @@ def keep(x: ArrayLike, *, where: ArrayLike, value: ArrayLike = 0) -> Array:
       where it is True.
 
     Raises:
-      TypeError: if `where` is not boolean, or a number is too large for the dtype of the result.
+      TypeError: if `where` is not boolean, or the result cannot hold `value`.
       ValueError: if `where` or `value` does not broadcast to the shape of `x`.
 
     Example:

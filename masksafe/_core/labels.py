@@ -37,8 +37,9 @@ def nan_unless(valid: Array, x: Array) -> Array:
 
 @nan_unless.defjvp
 def _(primals: Arrays, tangents: Arrays) -> tuple[Array, Array]:
-    slope = nan_unless(primals[0], sharding.vary_with(sharding.ones_like(primals[1]), primals[1]))
-    return nan_unless(*primals), times(slope, tangents[1])
+    valid, x = primals
+    slope = nan_unless(valid, sharding.broadcast_like(jnp.ones((), x.dtype), x))
+    return nan_unless(valid, x), times(slope, tangents[1])
 
 
 def class_index(shape: tuple[int, ...], axes: Axes | None = None) -> Array:

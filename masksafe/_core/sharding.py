@@ -67,12 +67,6 @@ def on_mesh_of(rows: Array, ids: Array) -> Array:
     return jax.sharding.reshard(ids, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], None)))
 
 
-def ones_like(x: Array) -> Array:
-    """Ones, split like `x`; those of JAX are on no mesh outside of `jax.set_mesh` (jax 0.12)."""
-    ones, sharding = jnp.ones_like(x), jax.typeof(x).sharding
-    return ones if jax.typeof(ones).sharding == sharding else jax.sharding.reshard(ones, sharding)
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Shardings:
@@ -139,9 +133,13 @@ def vary_with(tree: Tree, others: Pytree) -> Tree:
 
 
 def broadcast_like(x: Array, like: Array) -> Array:
-    """`x` in the shape of `like`, split over devices and varying over them alike: a cotangent of it."""
-    x = x * ones_like(like) if is_sharded(like) else jnp.broadcast_to(x, like.shape)
-    return vary_with(x, like)
+    """`x` in the shape of `like`, split over devices and varying over them alike."""
+    if not is_sharded(like):
+        return vary_with(jnp.broadcast_to(x, like.shape), like)
+    ones, sharding = jnp.ones_like(like), jax.typeof(like).sharding
+    if jax.typeof(ones).sharding != sharding:  # outside of `jax.set_mesh` they are on no mesh (jax 0.12)
+        ones = jax.sharding.reshard(ones, sharding)
+    return vary_with(x * ones, like)
 
 
 def zeros_of_types(shapes: Pytree, others: Pytree) -> Pytree:

@@ -151,13 +151,13 @@ def value_and_grad_of_mean(
     """
     microbatches = as_size(_OP, "microbatches", microbatches, 1)
     positions = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-    if factors is not None:
-        factors = _checked_factors(factors)
+    factors = _checked_factors(factors)
 
     @functools.wraps(fn)
     def value_and_grad(*args: Pytree, **kwargs: Pytree) -> Pytree:
         devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
-        scales = None if factors is None else _as_arrays(factors)
+        # Arrays not before the step: `jax.shard_map` lets it close over none of an explicit mesh, which numbers become.
+        scales = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x)), factors)
         active = _as_positions(positions, len(args))
         params = jax.tree.map(jnp.asarray, tuple(args[i] for i in active))
         for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -198,7 +198,9 @@ def _as_positions(argnums: tuple[Pytree, ...], number: int) -> tuple[int, ...]:
     return positions
 
 
-def _checked_factors(factors: object) -> dict[str, ArrayLike]:
+def _checked_factors(factors: object) -> dict[str, ArrayLike] | None:
+    if factors is None:
+        return None
     if not isinstance(factors, Mapping):
         raise TypeError(message(_OP, "factors", f"type {type(factors).__name__}", "a dict of numbers by name"))
     for name, x in factors.items():
@@ -206,12 +208,6 @@ def _checked_factors(factors: object) -> dict[str, ArrayLike]:
         if shape != ():
             raise ValueError(message(_OP, f"factors[{name!r}]", f"shape {shape}", "a number"))
     return dict(factors)
-
-
-def _as_arrays(factors: dict[str, ArrayLike]) -> dict[str, Array]:
-    """Not before the step: `jax.shard_map` lets it close over no array of an explicit mesh, which a number becomes."""
-    arrays = jax.tree.map(jnp.asarray, factors)
-    return jax.tree.map(jnp.asarray, lax.stop_gradient(arrays))  # a float, for a number that is differentiated
 
 
 def _as_means_and_aux(

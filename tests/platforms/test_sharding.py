@@ -131,8 +131,14 @@ def compiled_for_many(target, kind, fn, args):
 
 
 # On an explicit mesh the type of an array says how it is split. These splits change the types most.
-EXPLICIT_TOO = {"integer, rows, mean", "layer norm, rows", "attention, heads", "one-hot, classes", "softmax, classes"}
-EXPLICIT_TOO |= {"linear, classes"}
+EXPLICIT_TOO = {
+    "integer, rows, mean",
+    "layer norm, rows",
+    "attention, heads",
+    "one-hot, classes",
+    "softmax, classes",
+    "linear, classes",
+}
 
 
 def named(target, split, kind):

@@ -174,8 +174,8 @@ def _log_softmax(x: Array, temperature: float) -> Array:
 
 def _kl(log_p: Array, log_q: Array) -> Array:
     p = jnp.exp(log_p)
-    # Both logarithms may be -inf, whose difference is NaN.
-    return jnp.sum(p * jnp.where(p == 0, 0, log_p - jnp.where(p == 0, 0, log_q)), -1, keepdims=True)
+    is_0 = p == 0  # both logarithms may be -inf, whose difference is NaN
+    return jnp.sum(p * jnp.where(is_0, 0, log_p - jnp.where(is_0, 0, log_q)), -1, keepdims=True)
 
 
 # The few classes of a teacher.
